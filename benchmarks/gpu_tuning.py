@@ -1,7 +1,7 @@
-"""Where the time of GPU buffers goes: kernels of ``delta`` with other constants, and the parts of an iteration of PPO.
+"""Where the time of GPU buffers goes: ``delta`` with other constants, uploads, and the parts of an iteration of PPO.
 
 Prints times, and writes nothing. Constants are those that `kernels.delta_triton` calls tuned; the first line of each
-table has the current ones. Batches that differ from SB3's end the run.
+table has the current ones. In ``read`` and ``write``, batches that differ from SB3's end the run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from stable_baselines3 import PPO
 
 from benchmarks import gpu_feed, gpu_speed
@@ -20,6 +22,7 @@ from benchmarks.gpu_timing import kernel_us, time_us, wait
 from benchmarks.gpu_training import Stopwatch
 from sb3_extra_buffers.gpu_buffers import GpuRolloutBuffer
 from sb3_extra_buffers.kernels import delta_triton, launcher
+from sb3_extra_buffers.stores import staging
 from sb3_extra_buffers.stores.device_base import IndexBatch
 from sb3_extra_buffers.training_utils.atari import make_env
 
@@ -28,6 +31,12 @@ READERS = [(2, 2, 80), (2, 2, 96), (2, 2, 112), (2, 4, 64), (2, 4, 72), (2, 4, 8
 # warps, chunks that are encoded together, and registers of the writing kernel
 WRITERS = [(8, 8, 128), (8, 4, 255), (8, 2, 255), (4, 8, 255), (4, 4, 255), (4, 2, 255), (16, 8, 128), (16, 4, 128)]
 WRITER_ENVS = (4, 64)
+# programs, warps, chunks that are encoded together, and registers of the kernel that writes many streams
+MANY_WRITERS = [(528, 4, 2, 128), (264, 8, 8, 128), (1056, 2, 2, 128), (396, 4, 4, 168)]
+MANY_ENVS = (512, 1024)
+# bytes of steps of 64, 256, 512 and 1,024 Atari environments, and the smallest piece, as a power of two
+UPLOADS = [n_envs * 4 * 84 * 84 for n_envs in (64, 256, 512, 1024)]
+PIECE_BITS = (19, 20, 21, 22)
 
 
 def read(device: str, quick: bool) -> None:
@@ -70,9 +79,63 @@ def write(device: str, quick: bool) -> None:
             show(f"add {n_envs}: warps, chunks, registers", constants, taken[50:])
 
 
-def show(what: str, constants: tuple[int, ...], taken: list[float]) -> None:
+def many(device: str, quick: bool) -> None:
+    """Add tensors of many environments: time on the device alone, the constants taking turns."""
+    n_steps = 8 if quick else 200
+    tuned = delta_triton._MANY
+    for n_envs in (300,) if quick else MANY_ENVS:
+        space = spaces.Box(0, 255, gpu_feed.Scene.SHAPE, np.uint8)
+        efforts = [tuned, *(delta_triton._Effort(*constants) for constants in MANY_WRITERS)]
+        buffers = []
+        for delta_triton._MANY in efforts:
+            # its kernels are bound now
+            buffers.append(gpu_speed.make_buffer("delta", n_steps // 2 * n_envs, device, space, n_envs))
+        taken: list[list[float]] = [[] for _ in efforts]
+        for step in gpu_feed.Scene(n_envs, device).steps(n_steps):
+            for delta_triton._MANY, buffer, times in zip(efforts, buffers, taken, strict=True):
+                times.append(device_us(lambda b=buffer, s=step: b.add(*s, []), device))
+        delta_triton._MANY = tuned
+        for effort, times in zip(efforts, taken, strict=True):
+            show(f"add {n_envs} tensors: programs, warps, ...", effort, times[n_steps // 4 :])
+
+
+def device_us(run: Callable[[], Any], device: str) -> float:
+    """Microseconds that one call keeps the device busy; without a GPU, of the call."""
+    if device != "cuda":
+        return time_us(run, device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    wait(device)
+    torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]  # until the host has launched everything
+    begin.record()
+    run()
+    end.record()
+    wait(device)
+    return 1e3 * begin.elapsed_time(end)
+
+
+def upload(device: str, quick: bool) -> None:
+    """Upload a step of NumPy arrays that is not in the caches, in pieces of other sizes and in one copy."""
+    repeats, tuned = 3 if quick else 100, staging._PIECE_BITS
+    for n_bytes in UPLOADS[:1] if quick else UPLOADS:
+        arrays = np.random.default_rng(0).integers(0, 256, (max(2**28 // n_bytes, 2), n_bytes), np.uint8)
+        uploads = {bits: staging.Staging(torch.device(device), 2) for bits in PIECE_BITS}
+        taken: dict[Any, list[float]] = {bits: [] for bits in (*PIECE_BITS, "one copy")}
+        for number in range(repeats):
+            array = arrays[number % len(arrays)]
+            for bits, each in uploads.items():
+                staging._PIECE_BITS = (bits, bits)
+                taken[bits].append(time_us(lambda s=each, a=array: s.upload_in_pieces(a), device))
+                # what was uploaded is in the caches now
+                arrays[(number + 1) % len(arrays)].sum()
+            taken["one copy"].append(time_us(lambda a=array: torch.from_numpy(a).to(device), device))
+        staging._PIECE_BITS = tuned
+        for bits, times in taken.items():
+            show(f"upload {n_bytes:,} bytes: bits of a piece", (bits,), times[repeats // 5 :])
+
+
+def show(what: str, constants: tuple[Any, ...], taken: list[float]) -> None:
     low, median, high = quantiles(taken)
-    print(f"{what:36} {constants!s:18} {median:8.2f} us  ({low:.2f} to {high:.2f})", flush=True)
+    print(f"{what:42} {constants!s:20} {median:8.2f} us  ({low:.2f} to {high:.2f})", flush=True)
 
 
 # environments, steps, size of batches, and iterations to time
@@ -142,9 +205,9 @@ def timed_batches(get: Callable[..., Any], taken: dict[str, float], device: str)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    measures = {"read": read, "write": write, "ppo": ppo}
+    measures = {"read": read, "write": write, "many": many, "upload": upload, "ppo": ppo}
     parser.add_argument("what", nargs="*", help=f"of {', '.join(measures)} (default: all)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="without a GPU, only ppo can run")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="a CPU can only run upload and ppo")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few repeats")
     options = parser.parse_args()
     for what in options.what or measures:

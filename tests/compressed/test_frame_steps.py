@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,7 @@ from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.stores.segments import SegmentStore
 from tests.contracts.buffer import ACTIONS, SPACES, assert_same_contents, assert_same_samples, contents, play
+from tests.torture.interrupts import interrupt_at
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 
@@ -130,34 +131,6 @@ def test_columns_that_are_replaced_are_written() -> None:
     assert_same_contents(contents(theirs), contents(ours))
 
 
-def interrupt_at(position: int, action: Any, *arguments: Any) -> int:
-    """Raise `KeyboardInterrupt` at the ``position``-th bytecode of a call; return how many were run."""
-    count = 0
-
-    def step(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal count
-        if event == "opcode":
-            count += 1
-            if count == position:
-                raise KeyboardInterrupt
-        return step
-
-    def enter(frame: Any, event: str, arg: Any) -> Any:
-        if "sb3_extra_buffers" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        return step
-
-    sys.settrace(enter)
-    try:
-        action(*arguments)
-    except KeyboardInterrupt:
-        assert count == position
-    finally:
-        sys.settrace(None)
-    return count
-
-
 @pytest.mark.parametrize("needs_space", [False, True])
 def test_an_interrupt_leaves_a_whole_step_or_none(needs_space: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[int] = []
@@ -182,7 +155,7 @@ def test_an_interrupt_leaves_a_whole_step_or_none(needs_space: bool, monkeypatch
     while True:
         buffer = copy.deepcopy(before)
         buffer._frame_steps = FrameSteps.of(buffer, *buffer._stored[0][1:])
-        if interrupt_at(position, buffer.add, *step) < position:
+        if not interrupt_at(position, functools.partial(buffer.add, *step)).where:
             break
         buffer.recover()
         if buffer.n_added == before.n_added:
@@ -240,11 +213,11 @@ def test_an_interrupt_while_addresses_are_replaced_leaves_none_of_the_old_ones()
     inner, writer = ours._views.by_key[""].store.inner, ours._frame_steps
     for before_end, step in enumerate(steps[41:]):
         inner._sync()
-        n_opcodes = interrupt_at(0, writer.bind, inner)
+        n_opcodes = interrupt_at(0, functools.partial(writer.bind, inner)).count
         assert writer.is_bound_to(inner)
         # all tables are replaced, as when a segment is moved
         inner._sync()
-        interrupt_at(n_opcodes - 4 - 2 * before_end, writer.bind, inner)
+        interrupt_at(n_opcodes - 4 - 2 * before_end, functools.partial(writer.bind, inner))
         assert not writer.is_bound_to(inner)
         ours.add(*step)
         theirs.add(*step)

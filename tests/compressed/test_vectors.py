@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from tests.contracts.buffer import (
     sample,
 )
 from tests.contracts.store import KERNELS, examples
+from tests.torture.interrupts import interrupt_at
 
 # without it vectors are plain arrays, which the tests of all spaces cover
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
@@ -358,34 +359,6 @@ def test_n_step_returns(n_envs: int, compiled: bool) -> None:
     assert_same_samples(ours, theirs, batch_size=64)
 
 
-def interrupt_at(position: int, action: Any) -> bool:
-    """Run ``action`` with a KeyboardInterrupt at a bytecode of the package; return whether it came."""
-    count = 0
-
-    def enter(frame: Any, event: str, arg: Any) -> Any:
-        if "sb3_extra_buffers/" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return step
-
-    def step(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal count
-        if event == "opcode":
-            count += 1
-            if count == position:
-                raise KeyboardInterrupt
-        return step
-
-    sys.settrace(enter)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 COPIES: dict[str, Any] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
@@ -439,7 +412,7 @@ def test_an_interrupt_leaves_a_whole_step_or_none(space: Any, is_odd: bool, comp
     position = 1
     while True:
         buffer = copy.deepcopy(ours)
-        if not interrupt_at(position, lambda buffer=buffer: buffer.add(*copy.deepcopy(tuple(step)))):
+        if not interrupt_at(position, functools.partial(buffer.add, *copy.deepcopy(tuple(step)))).where:
             break
         buffer.recover()
         assert_same_contents(added if buffer.n_added == 28 else before, contents(buffer))
@@ -488,7 +461,7 @@ def test_an_interrupt_of_sample_leaves_the_random_numbers_of_sb3() -> None:
     for position in itertools.count(1):
         # a copy looks for NumPy's generator again
         ours: Any = copy.deepcopy(filled)
-        if not interrupt_at(position, ours._transitions._random.find):
+        if not interrupt_at(position, ours._transitions._random.find).where:
             break
         assert_same_samples(ours, theirs)
     assert position > 10

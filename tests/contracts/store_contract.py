@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import make_store
 from tests.contracts.store import UNWRITTEN, Walk, check_rows, examples, needs, write_rows
+from tests.torture.interrupts import interrupt_at
 
 Axis = Literal["first", "last"]
 UINT8 = np.dtype(np.uint8)
@@ -353,7 +353,8 @@ class StoreContract:
         position, interrupted = 1, True
         while interrupted:
             store, rows = self.filled(case, compiled)
-            interrupted = raise_at(position, functools.partial(write_rows, store, list(range(6)), [0] * 6, new))
+            action = functools.partial(write_rows, store, list(range(6)), [0] * 6, new)
+            interrupted = bool(interrupt_at(position, action, "sb3_extra_buffers/stores").where)
             batch = store.read(np.arange(24))
             assert batch[:6].tobytes() in (rows[:6].tobytes(), new.tobytes()), f"opcode {position}"
             np.testing.assert_array_equal(batch[6:], rows[6:])
@@ -399,31 +400,3 @@ class StoreContract:
         store, _ = self.filled(case, compiled)
         assert store.held_bytes >= store.memory_usage().total > 0
         assert store.describe().startswith(case.method.partition(":")[0])
-
-
-def raise_at(position: int, action: Callable[[], Any]) -> bool:
-    """Run ``action`` with a KeyboardInterrupt at the ``position``-th bytecode in the stores; return whether it came."""
-    n_opcodes = 0
-
-    def enter(frame: Any, event: str, arg: Any) -> Any:
-        if "sb3_extra_buffers/stores" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return step
-
-    def step(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal n_opcodes
-        if event == "opcode":
-            n_opcodes += 1
-            if n_opcodes == position:
-                raise KeyboardInterrupt
-        return step
-
-    sys.settrace(enter)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False

@@ -204,7 +204,7 @@ def test_a_store_is_not_freed_while_it_is_written_to() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_large_steps_are_not_staged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_are_uploaded_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_frames, "_IN_PLACE", 0)
     layout = layouts()[0]
     store = make_store(layout, 4, 2, 2, device, triton=True)

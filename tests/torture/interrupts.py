@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import random
@@ -16,7 +17,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,14 @@ def _exits(code: types.CodeType) -> frozenset[int]:
 
 
 class Injector:
-    """Raises ``error`` at the ``at``-th bytecode that runs in traced frames; counts them if ``at`` is 0."""
+    """Raises ``error`` at the ``at``-th bytecode that runs in files with one of ``inside`` in their paths.
 
-    def __init__(self, at: int = 0, error: BaseException | None = None) -> None:
+    Counts these bytecodes if ``at`` is 0.
+    """
+
+    def __init__(self, at: int = 0, error: BaseException | None = None, inside: tuple[str, ...] = _TRACED) -> None:
         self.at, self.error, self.count = at, error, 0
-        self.where = ""
+        self.where, self._inside = "", inside
         self._numpy_errors = np.errstate()
 
     def __enter__(self) -> Injector:
@@ -70,7 +74,7 @@ class Injector:
         self._numpy_errors.__exit__(None, None, None)
 
     def _enter_frame(self, frame: Any, event: str, arg: Any) -> Any:
-        if not any(part in frame.f_code.co_filename for part in _TRACED):
+        if not any(part in frame.f_code.co_filename for part in self._inside):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step
@@ -84,6 +88,13 @@ class Injector:
                 self.where = f"{name}:{frame.f_lineno}"
                 raise self.error
         return self._step
+
+
+def interrupt_at(position: int, action: Callable[[], Any], inside: str = "sb3_extra_buffers/") -> Injector:
+    """Run ``action`` with a Ctrl-C at the ``position``-th bytecode of the package, or of ``inside`` it."""
+    with contextlib.suppress(KeyboardInterrupt), Injector(position, KeyboardInterrupt(), (inside,)) as injector:
+        action()
+    return injector
 
 
 class Costs:

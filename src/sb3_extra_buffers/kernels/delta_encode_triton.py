@@ -12,7 +12,7 @@ import triton.language as tl
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels.bits_triton import popcount
 
-__all__ = ["block_of", "bound", "encode", "load_block"]
+__all__ = ["block_of", "bound", "copy_frame", "encode", "load_block"]
 
 _CHUNK = tl.constexpr(dt.CHUNK)
 _WORDS = tl.constexpr(dt.CHUNK // 8)
@@ -40,6 +40,15 @@ def block_of(frame, frame_ptr, block, WORDS: tl.constexpr, C: tl.constexpr, N_BL
     if N_BLOCKS == 1:
         return frame
     return load_block(frame_ptr, block, WORDS, C)
+
+
+@triton.jit
+def copy_frame(target_ptr, frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
+    """Copy a frame to ``target_ptr``."""
+    for block in range(N_BLOCKS):
+        word = (block * C + tl.arange(0, C))[:, None] * 256 + tl.arange(0, 256)[None, :]
+        words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
+        tl.store(target_ptr + word, words, mask=word < WORDS)
 
 
 @triton.jit

@@ -288,7 +288,7 @@ class _StreamWriter:
         return keyframe, least
 
     def _hold(self, keyframe: int) -> None:
-        """Hold ``keyframe`` and drop the oldest one held; once per write at most, since others may be reading it."""
+        """Hold ``keyframe`` and drop the oldest one held; once per write at most: other streams may read the first two."""
         refs, row = self.tables.keyframe_refs, self.row
         dropped = int(row[dt.HELD + dt.N_HELD - 1])
         if dropped >= 0:
@@ -299,7 +299,7 @@ class _StreamWriter:
         self.switched = True
 
     def _claim(self) -> int:
-        """An unused keyframe, now with one reference, that of the segment; -1 if there is none."""
+        """Take an unused keyframe, with one reference for the segment; -1 if there is none."""
         refs = self.tables.keyframe_refs
         unused = np.flatnonzero(refs == 0)
         if not len(unused):

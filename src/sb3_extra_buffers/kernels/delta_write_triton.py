@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from sb3_extra_buffers.kernels import delta_tables as dt
-from sb3_extra_buffers.kernels import policy
-from sb3_extra_buffers.kernels.bits_triton import after_stores, jit_rule
+from sb3_extra_buffers.kernels.bits_triton import after_stores
 from sb3_extra_buffers.kernels.columns_triton import store_columns
-from sb3_extra_buffers.kernels.delta_encode_triton import block_of, bound, encode, load_block
+from sb3_extra_buffers.kernels.delta_encode_triton import block_of, copy_frame, encode, load_block
+from sb3_extra_buffers.kernels.delta_keyframes_triton import spare_keyframes, start_segment
 from sb3_extra_buffers.kernels.launcher import COLUMN_SOURCES
 from sb3_extra_buffers.kernels.state import NONE, ZERO
 
@@ -20,14 +20,10 @@ _OPENED = tl.constexpr(dt.OPENED)
 _COUNT = tl.constexpr(dt.COUNT)
 _CHAIN_BYTES = tl.constexpr(dt.CHAIN_BYTES)
 _NEXT_RECENT = tl.constexpr(dt.NEXT_RECENT)
-_COST = tl.constexpr(dt.COST)
-_EXCESS = tl.constexpr(dt.EXCESS)
 _FLOOR = tl.constexpr(dt.FLOOR)
 _HELD = tl.constexpr(dt.HELD)
 _N_COLUMNS = tl.constexpr(dt.N_COLUMNS)
 _N_PUBLISHED = tl.constexpr(dt.N_PUBLISHED)
-_POOL_SIZE = tl.constexpr(policy.POOL_SIZE)
-_LEADERS = tl.constexpr(dt.LEADERS)
 _HEAD = tl.constexpr(dt.HEAD)
 _DONE = tl.constexpr(dt.DONE)
 _REPORT_HEAD = tl.constexpr(dt.REPORT_HEAD)
@@ -42,14 +38,8 @@ _NONE = tl.constexpr(NONE)
 _ZERO = tl.constexpr(ZERO)
 _NEW = tl.constexpr(ZERO - 1)  # in place of the id of a frame that has yet to be added
 _KNOWN = tl.constexpr(ZERO - 2)  # in place of the id of a frame whose id is already stored
-_FAR = tl.constexpr(1 << 30)  # larger than any keyframe
 _LOOK = tl.constexpr(256)  # table entries that are read at a time
 _ROWS = tl.constexpr(32)  # rows of columns that a program stores at a time
-
-_initial_cost = jit_rule(policy.initial_cost)
-_should_search = jit_rule(policy.should_search)
-_should_switch = jit_rule(policy.should_switch)
-_needs_keyframe = jit_rule(policy.needs_keyframe)
 
 
 # `WriteJob.arguments`
@@ -200,47 +190,14 @@ def _write_stream(
                 frame, frame_ptr, recent, recent_ids, hint, RECENT, WORDS, KEYFRAME_WORDS, C, N_BLOCKS
             )
         if frame_id == _NEW:
-            is_full = (count >= PER) | ((count >= MIN_FRAMES) & (chain_bytes > MAX_CHAIN))
-            if is_full | (opened == floor):
-                slot = first_slot + (opened & (n_slots - 1))
-                entry = tl.arange(0, PER2)
-                tl.store(entries_ptr + slot * PER + entry, tl.zeros([PER2], tl.int64), mask=entry < PER)
-                tl.store(starts_ptr + slot, tl.atomic_add(counters_ptr + _HEAD, 0, sem="relaxed"))
-                opened = (opened + 1) & (NUMBERS - 1)
-                count = tl.full([], 0, tl.int32)
-                chain_bytes = tl.full([], 0, tl.int32)
-                tl.debug_barrier()
-            number = (opened - 1) & (NUMBERS - 1)
-            slot = first_slot + (number & (n_slots - 1))
-            keyframe = tl.full([], 0, tl.int32)
-            is_keyframe = tl.full([], 0, tl.int32)
-            if count == 0:
-                keyframe, is_keyframe, switched = _start_segment(
-                    frame, frame_ptr, keyframes_ptr + slot, keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr,
-                    switched, stream, n_streams, n_keyframes, SIZE, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
-                )  # fmt: skip
-            entry = tl.full([], 0, tl.int64)
-            length = tl.full([], 0, tl.int32)
-            if is_keyframe == 0:
-                before = (next_recent + RECENT - 1) % RECENT
-                keyframe_ptr = keyframe_rows_ptr + tl.maximum(keyframe, 0).to(tl.int64) * KEYFRAME_WORDS
-                reference_ptr = tl.where(count == 0, keyframe_ptr, recent + before * KEYFRAME_WORDS)
-                reference_words = tl.where((count == 0) & (keyframe < 0), 0, WORDS)
-                # where this frame is copied to afterwards
-                packed_ptr = (recent + next_recent * KEYFRAME_WORDS).to(tl.pointer_type(tl.uint8), bitcast=True)
-                entry, length = encode(
-                    heap_ptr, counters_ptr, scratch, packed_ptr, frame, frame_ptr, reference_ptr, reference_words, tail,
-                    capacity, SIZE, WORDS, C, N_BLOCKS,
-                )  # fmt: skip
-            tl.store(entries_ptr + slot * PER + count, entry)
+            frame_id, opened, count, chain_bytes, switched = _add_frame(
+                frame, frame_ptr, opened, count, chain_bytes, next_recent, floor, switched, tail, capacity,
+                n_keyframes, n_slots, first_slot, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, recent, recent_ids,
+                keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr, counters_ptr, scratch, stream, n_streams,
+                RECENT, PER, PER2, MIN_FRAMES, MAX_CHAIN, NUMBERS, SIZE, KEYFRAME_WORDS, C, N_BLOCKS,
+            )  # fmt: skip
             position = next_recent
-            frame_id = number * PER + count
-            tl.debug_barrier()
-            _copy_frame(recent + position * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
-            tl.store(recent_ids + position, frame_id)
             next_recent = (next_recent + 1) % RECENT
-            chain_bytes += tl.where(length < SIZE, length, 0)
-            count += 1
         if frame_id != _KNOWN:
             tl.store(last + j, position)
             tl.store(frame_ids_ptr + index * STACK + j, frame_id + 1)
@@ -339,12 +296,56 @@ def _find(
 
 
 @triton.jit
-def _copy_frame(target_ptr, frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
-    """Copy a frame to ``target_ptr``."""
-    for block in range(N_BLOCKS):
-        word = (block * C + tl.arange(0, C))[:, None] * 256 + tl.arange(0, 256)[None, :]
-        words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
-        tl.store(target_ptr + word, words, mask=word < WORDS)
+def _add_frame(
+    frame, frame_ptr, opened, count, chain_bytes, next_recent, floor, switched, tail, capacity, n_keyframes, n_slots,
+    first_slot, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, recent, recent_ids, keyframe_rows_ptr,
+    keyframe_refs_ptr, published, row_ptr, counters_ptr, scratch, stream, n_streams,
+    RECENT: tl.constexpr, PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr,
+    NUMBERS: tl.constexpr, SIZE: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Add a frame to the newest segment, or to a new one if that is full, and to the recent frames.
+
+    Return the frame's id and what it changed: ``opened``, ``count``, ``chain_bytes`` and ``switched``.
+    """
+    WORDS: tl.constexpr = (SIZE + 7) // 8
+    is_full = (count >= PER) | ((count >= MIN_FRAMES) & (chain_bytes > MAX_CHAIN))
+    if is_full | (opened == floor):
+        slot = first_slot + (opened & (n_slots - 1))
+        entry = tl.arange(0, PER2)
+        tl.store(entries_ptr + slot * PER + entry, tl.zeros([PER2], tl.int64), mask=entry < PER)
+        tl.store(starts_ptr + slot, tl.atomic_add(counters_ptr + _HEAD, 0, sem="relaxed"))
+        opened = (opened + 1) & (NUMBERS - 1)
+        count = tl.full([], 0, tl.int32)
+        chain_bytes = tl.full([], 0, tl.int32)
+        tl.debug_barrier()
+    number = (opened - 1) & (NUMBERS - 1)
+    slot = first_slot + (number & (n_slots - 1))
+    keyframe = tl.full([], 0, tl.int32)
+    is_keyframe = tl.full([], 0, tl.int32)
+    if count == 0:
+        keyframe, is_keyframe, switched = start_segment(
+            frame, frame_ptr, keyframes_ptr + slot, keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr,
+            switched, stream, n_streams, n_keyframes, SIZE, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
+        )  # fmt: skip
+    entry = tl.full([], 0, tl.int64)
+    length = tl.full([], 0, tl.int32)
+    if is_keyframe == 0:
+        before = (next_recent + RECENT - 1) % RECENT
+        keyframe_ptr = keyframe_rows_ptr + tl.maximum(keyframe, 0).to(tl.int64) * KEYFRAME_WORDS
+        reference_ptr = tl.where(count == 0, keyframe_ptr, recent + before * KEYFRAME_WORDS)
+        reference_words = tl.where((count == 0) & (keyframe < 0), 0, WORDS)
+        # where this frame is copied to afterwards
+        packed_ptr = (recent + next_recent * KEYFRAME_WORDS).to(tl.pointer_type(tl.uint8), bitcast=True)
+        entry, length = encode(
+            heap_ptr, counters_ptr, scratch, packed_ptr, frame, frame_ptr, reference_ptr, reference_words, tail,
+            capacity, SIZE, WORDS, C, N_BLOCKS,
+        )  # fmt: skip
+    tl.store(entries_ptr + slot * PER + count, entry)
+    frame_id = number * PER + count
+    tl.debug_barrier()
+    copy_frame(recent + next_recent * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
+    tl.store(recent_ids + next_recent, frame_id)
+    return frame_id, opened, count + 1, chain_bytes + tl.where(length < SIZE, length, 0), switched
 
 
 @triton.jit
@@ -376,131 +377,9 @@ def _report(
         opened = tl.load(row_ptr + _OPENED, mask=exists, other=0, volatile=True)
         floor = tl.load(row_ptr + _FLOOR, mask=exists, other=0, volatile=True)
         n_segments = tl.maximum(n_segments, tl.max((opened - floor) & (NUMBERS - 1), axis=0))
-    spare, _nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, 0)
+    spare, _nearest = spare_keyframes(keyframe_refs_ptr, n_keyframes, 0)
     tl.store(report_ptr + _REPORT_HEAD, tl.atomic_add(counters_ptr + _HEAD, 0, sem="relaxed"))
     tl.store(report_ptr + _REPORT_TAIL, tail)
     tl.store(report_ptr + _REPORT_SPARE, spare.to(tl.int64))
     tl.store(report_ptr + _REPORT_SEGMENTS, n_segments)
     tl.store(report_ptr + _REPORT_LAUNCH, after_stores(launch))
-
-
-# ---- keyframes ----
-
-
-@triton.jit
-def _start_segment(
-    frame, frame_ptr, segment_keyframe_ptr, keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr, switched,
-    stream, n_streams, n_keyframes,
-    SIZE: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Choose the keyframe of a new segment, or make its first frame a keyframe.
-
-    Return the keyframe (negative if there is none), whether it is the frame itself, and whether the stream has changed
-    the keyframes it holds in this write.
-    """
-    held = tl.load(row_ptr + _HELD).to(tl.int32)
-    cost = tl.load(row_ptr + _COST).to(tl.int32)
-    excess = tl.load(row_ptr + _EXCESS).to(tl.int32)
-    keyframe, least = _choose_keyframe(
-        frame, frame_ptr, held, cost, keyframe_rows_ptr, published, stream, n_streams,
-        SIZE, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
-    )  # fmt: skip
-    if keyframe != held:
-        cost = least
-        excess = tl.full([], 0, tl.int32)
-    cost = tl.minimum(cost, least)
-    excess += least - cost
-    is_leader = (keyframe < 0) & (stream % _LEADERS == 0)
-    is_frame = tl.full([], 0, tl.int32)
-    if (is_leader | _needs_keyframe(least, excess, SIZE)) & (switched == 0):
-        claimed = _claim(keyframe_refs_ptr, n_keyframes, stream)
-        if claimed >= 0:
-            keyframe = claimed
-            is_frame = tl.full([], 1, tl.int32)
-            _copy_frame(keyframe_rows_ptr + claimed.to(tl.int64) * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
-            _hold(row_ptr, keyframe_refs_ptr, claimed)
-            switched = tl.full([], 1, tl.int32)
-            tl.store(row_ptr + _COST, _initial_cost(SIZE))
-            tl.store(row_ptr + _EXCESS, 0)
-    if is_frame == 0:
-        if (keyframe != held) & (switched == 0):
-            _hold(row_ptr, keyframe_refs_ptr, keyframe)
-            switched = tl.full([], 1, tl.int32)
-            held = keyframe
-        if keyframe == held:
-            tl.store(row_ptr + _COST, cost.to(tl.int64))
-            tl.store(row_ptr + _EXCESS, excess.to(tl.int64))
-        if keyframe >= 0:
-            tl.atomic_add(keyframe_refs_ptr + keyframe, 1, sem="relaxed")
-    tl.store(segment_keyframe_ptr, tl.where(keyframe >= 0, keyframe, _NONE))
-    return keyframe, is_frame, switched
-
-
-@triton.jit
-def _choose_keyframe(
-    frame, frame_ptr, held, cost, keyframe_rows_ptr, published, stream, n_streams,
-    SIZE: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """The keyframe to encode ``frame`` against, negative if there is none, and a bound on the length."""
-    keyframe = held
-    held_ptr = keyframe_rows_ptr + tl.maximum(held, 0).to(tl.int64) * KEYFRAME_WORDS
-    least = bound(frame, frame_ptr, held_ptr, tl.where(held >= 0, WORDS, 0), SIZE, WORDS, C, N_BLOCKS)
-    if (held < 0) | _should_search(least, cost):
-        n_published = _N_PUBLISHED * n_streams
-        leader = stream - stream % _LEADERS
-        for i in range(tl.minimum(_POOL_SIZE, n_published)):
-            # the leader's keyframes, then those of the following streams
-            first = tl.where(i < _N_PUBLISHED, leader, stream)
-            other = tl.load(published + (_N_PUBLISHED * first + i) % n_published)
-            if (other >= 0) & (other != keyframe):
-                other_ptr = keyframe_rows_ptr + other.to(tl.int64) * KEYFRAME_WORDS
-                other_bound = bound(frame, frame_ptr, other_ptr, WORDS, SIZE, WORDS, C, N_BLOCKS)
-                if _should_switch(other_bound, least):
-                    least = other_bound
-                    keyframe = other
-    return keyframe, least
-
-
-@triton.jit
-def _hold(row_ptr, keyframe_refs_ptr, keyframe):
-    """Hold ``keyframe`` and drop the oldest one held; once per write at most: other streams may read the first two."""
-    first = tl.load(row_ptr + _HELD)
-    second = tl.load(row_ptr + _HELD + 1)
-    dropped = tl.load(row_ptr + _HELD + 2)
-    tl.debug_barrier()
-    if dropped >= 0:
-        tl.atomic_add(keyframe_refs_ptr + dropped, -1, sem="relaxed")
-    tl.atomic_add(keyframe_refs_ptr + keyframe, 1, sem="relaxed")
-    tl.store(row_ptr + _HELD + 2, second)
-    tl.store(row_ptr + _HELD + 1, first)
-    tl.store(row_ptr + _HELD, keyframe.to(tl.int64))
-    tl.debug_barrier()
-
-
-@triton.jit
-def _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream):
-    """How many keyframes are unused, and how far the first of them is from the keyframe with the stream's number."""
-    nearest = tl.full([], _FAR, tl.int32)
-    spare = tl.full([], 0, tl.int32)
-    for base in range(0, n_keyframes, 256):
-        keyframe = base + tl.arange(0, 256)
-        refs = tl.load(keyframe_refs_ptr + keyframe, mask=keyframe < n_keyframes, other=1, volatile=True)
-        order = tl.where(refs == 0, (keyframe - stream % n_keyframes + n_keyframes) % n_keyframes, _FAR)
-        nearest = tl.minimum(nearest, tl.min(order, axis=0))
-        spare += tl.sum((refs == 0).to(tl.int32), axis=0)
-    return spare, nearest
-
-
-@triton.jit
-def _claim(keyframe_refs_ptr, n_keyframes, stream):
-    """Take an unused keyframe, with one reference for the segment; -1 if there is none."""
-    claimed = tl.full([], -1, tl.int32)
-    _spare, nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream)
-    while (nearest < _FAR) & (claimed < 0):
-        candidate = (nearest + stream) % n_keyframes
-        # another program may have claimed it first
-        if tl.atomic_cas(keyframe_refs_ptr + candidate, 0, 1, sem="relaxed") == 0:
-            claimed = candidate.to(tl.int32)
-        else:
-            _spare, nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream)
-    return claimed
