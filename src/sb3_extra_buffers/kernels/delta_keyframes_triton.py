@@ -105,7 +105,7 @@ def _choose_keyframe(
 
 @triton.jit
 def _hold(row_ptr, keyframe_refs_ptr, keyframe):
-    """Hold ``keyframe`` and drop the oldest one held; once per write at most: other streams may read the first two."""
+    """Hold ``keyframe`` and drop the oldest one held; once per write, as other streams may read the first two."""
     first = tl.load(row_ptr + _HELD)
     second = tl.load(row_ptr + _HELD + 1)
     dropped = tl.load(row_ptr + _HELD + 2)

@@ -288,7 +288,7 @@ class _StreamWriter:
         return keyframe, least
 
     def _hold(self, keyframe: int) -> None:
-        """Hold ``keyframe`` and drop the oldest one held; once per write at most: other streams may read the first two."""
+        """Hold ``keyframe`` and drop the oldest one held; once per write, as other streams may read the first two."""
         refs, row = self.tables.keyframe_refs, self.row
         dropped = int(row[dt.HELD + dt.N_HELD - 1])
         if dropped >= 0:
