@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -441,6 +442,20 @@ def test_forged_tables_are_refused_and_repaired_from_the_copy(tmp_path: Path) ->
                     way(tmp_path / "saved")
             repair(tmp_path / "saved", tmp_path / "repaired")  # from the copy in the data file
             assert list(verify(tmp_path / "saved"))
+
+
+def test_a_forged_number_of_observations_takes_no_memory(tmp_path: Path) -> None:
+    save(fill("replay-delta"), tmp_path / "saved")
+    record = manifest.read(tmp_path / "saved")
+    record["stores"]["observations"]["record"]["n_cells"] = 1 << 30
+    manifest.write(tmp_path / "saved", manifest.dump(record))
+    tracemalloc.start()
+    try:
+        assert list(verify(tmp_path / "saved"))
+        repair(tmp_path / "saved", tmp_path / "repaired")
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("part", ["first", "middle", "last", "all"])

@@ -85,17 +85,19 @@ class DamageScan:
 
     def _read_store(self, name: str) -> tuple[ObservationStore, Flags]:
         entry = self.saved.stores[name]
-        tables, lost = {}, np.zeros(int(entry["record"]["n_cells"]), np.bool_)
-        is_timeline, bad_of = entry["record"].get("kind") == "timeline", {}
+        record, tables, bad_of = entry["record"], {}, {}
         for key in entry["arrays"]:
-            tables[key], bad = self._read(f"stores/{name}/{key}")
-            if is_timeline and key in ("rows", "aside"):
-                bad_of[key] = bad
-                continue
-            if bad.any() and (key not in _BY_OBS or len(bad) != len(lost)):
+            tables[key], bad_of[key] = self._read(f"stores/{name}/{key}")
+        apart = ("rows", "aside") if record.get("kind") == "timeline" else ()
+        damaged = {key: bad for key, bad in bad_of.items() if bad.any() and key not in apart}
+        for key, bad in damaged.items():
+            if key not in _BY_OBS or len(bad) != record["n_cells"]:
                 raise DamagedFileError(f"the table {key!r} of {name} is damaged, and every observation depends on it")
-            lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
+        # not before the store has compared the number of observations with its tables
+        lost = np.zeros(store.n_obs, np.bool_)
+        for bad in damaged.values():
+            lost |= bad
         if isinstance(store.inner, TimelineStore):
             lost |= store.inner.lost_indices(bad_of["rows"], bad_of["aside"])
         path, size = self.saved.payload_file(name)
