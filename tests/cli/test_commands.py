@@ -401,6 +401,13 @@ def test_convert_to_hdf5_and_zarr(name: str, suffix: str, tmp_path: Path) -> Non
     assert run("convert", tmp_path / "saved", target) == 1  # the target exists
 
 
+def test_a_minari_dataset_needs_a_version(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("minari")
+    assert run("convert", saved, tmp_path / "game", "--to", "minari") == 2
+    assert "must end in a version, as game-v0" in capsys.readouterr().err
+    assert not (tmp_path / "game").exists()
+
+
 @pytest.mark.filterwarnings("ignore")  # of Minari
 def test_convert_to_minari(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minari = pytest.importorskip("minari")

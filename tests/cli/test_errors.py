@@ -343,6 +343,12 @@ def test_outputs_that_exist(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
 # ---- wrong arguments ----
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="the system has no file whose reads fail")
+def test_a_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", "/proc/self/mem") == 1
+    assert "/proc/self/mem cannot be read: Input/output error" in error_of(capsys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -367,6 +373,7 @@ def test_outputs_that_exist(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["play", "SAVED", "-o", "film.avi"], "'film.avi' must end in .gif or .mp4"),
         (["play", "SAVED", "-o", "film"], "'film' must end in .gif or .mp4"),
         (["montage", "SAVED", "-o", "sheet.tga"], "'sheet.tga' must end in .png, .jpg, .jpeg, .webp or .gif"),
+        (["view", "SAVED", "-o", "OUT/manifest.json"], "manifest.json' must end in .html or .htm"),
         (["bench", "SAVED", "-o", "plot.txt"], "'plot.txt' must end in .png, .svg, .pdf, .jpg or .jpeg"),
         (["montage", "SAVED", "--key", "nowhere", "-o", "OUT/x.png"], "there are no images under the key 'nowhere'"),
         (["view", "SAVED", "--episodes", "1,x"], "argument --episodes: must be numbers such as 0,3,7-9, got '1,x'"),

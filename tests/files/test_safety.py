@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ from sb3_extra_buffers.files import (
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.files.parts import LoadedParts, flatten, unflatten
 from sb3_extra_buffers.files.saved_parts import SavedParts
+from tests.contracts.store import run_fresh
 from tests.files.filing import ACTIONS, BOX, BUFFERS, IMAGE, N_ENVS, Feed, assert_same, batches, finish, make_array
 
 
@@ -441,6 +443,32 @@ def test_forged_tables_are_refused_and_repaired_from_the_copy(tmp_path: Path) ->
                     way(tmp_path / "saved")
             repair(tmp_path / "saved", tmp_path / "repaired")  # from the copy in the data file
             assert list(verify(tmp_path / "saved"))
+
+
+def test_a_forged_number_of_observations_takes_no_memory(tmp_path: Path) -> None:
+    save(fill("replay-delta"), tmp_path / "saved")
+    record = manifest.read(tmp_path / "saved")
+    record["stores"]["observations"]["record"]["n_cells"] = 1 << 30
+    manifest.write(tmp_path / "saved", manifest.dump(record))
+    tracemalloc.start()
+    try:
+        assert list(verify(tmp_path / "saved"))
+        repair(tmp_path / "saved", tmp_path / "repaired")
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_decoding_everything_skips_what_was_never_written(tmp_path: Path) -> None:
+    array = CompressedArray(1 << 40, IMAGE, np.uint8)
+    array[5] = np.ones(IMAGE, np.uint8)
+    save(array, tmp_path / "saved")
+
+    shown = run_fresh(
+        "import sys; from sb3_extra_buffers.files import verify; print(list(verify(sys.argv[1], deep=True)))",
+        str(tmp_path / "saved"), timeout=60,
+    )  # fmt: skip
+    assert shown == "[]\n"
 
 
 @pytest.mark.parametrize("part", ["first", "middle", "last", "all"])

@@ -51,6 +51,12 @@ def test_spaces_round_trip(space: spaces.Space[Any]) -> None:
         {"kind": "Box", "shape": [2], "dtype": "O", "low": 0, "high": 1},
         {"kind": "Box", "shape": [2], "dtype": "<f4", "low": [0], "high": 1},
         {"kind": "Dict", "spaces": [["a"]]},
+        {
+            "kind": "Dict",
+            "spaces": [
+                [name, {"kind": "Box", "shape": [1 << 25], "dtype": "|u1", "low": 0, "high": 1}] for name in "abc"
+            ],
+        },
     ],
 )
 def test_invalid_spaces_are_refused(record: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from sb3_extra_buffers.files import load_file, save_file
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
 from sb3_extra_buffers.recording import BaseRecordBuffer, DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
 from sb3_extra_buffers.recording.buffers import make_recording
+from tests.contracts.store import needs_proc
 from tests.torture.interrupts import Injector
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -368,6 +370,22 @@ def test_inconsistent_descriptions_raise() -> None:
     for path, to, message in cases:
         with pytest.raises(FileFormatError, match=message):
             make_recording(LoadedParts(parts.kind, with_entry(parts.description, path, to), columns, parts.stores))
+
+
+@needs_proc
+def test_a_size_in_a_file_takes_no_memory() -> None:
+    """A recording says how many records it has space for, and features that some records lack."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    parts = make_filled("frameless", 7).to_parts()
+    description = parts.description | {"size": 1 << 29}
+    before = resident()
+    with contextlib.suppress(MemoryError):  # some systems refuse even memory that is never written
+        buffer = make_recording(LoadedParts(parts.kind, description, parts.columns, parts.stores))
+        assert resident() - before < 100_000_000
+        assert buffer.features["seen"].mask.any()
 
 
 @pytest.mark.parametrize("kind", ["frameless", "delta"])

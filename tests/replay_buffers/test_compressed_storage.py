@@ -196,6 +196,8 @@ def test_items_are_overwritten_by_index_and_by_slice() -> None:
         buffer[3] = other[3]
         buffer[10:14] = other[10:14]
         buffer[torch.tensor([30, 20])] = other[torch.tensor([30, 20])]
+        buffer[torch.tensor(35)] = other[35]
+        buffer.storage[np.array(36)] = other[36]
         buffer.set_at_("observation", other["observation"][5:7], torch.tensor([5, 6]))
         buffer.update_({"action": torch.arange(40)})
         buffer.set_(("next", "observation"), other["next", "observation"])

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -572,6 +573,30 @@ def test_forged_descriptions_are_refused(tmp_path: Path) -> None:
     for name, value in entries.items():
         with pytest.raises(ValueError):  # all named errors here are ValueErrors
             from_parts(unflatten(described | {"description": described["description"] | {name: value}}, arrays))
+
+
+@pytest.mark.parametrize(("name", "value"), [("length", 1 << 24), ("capacity", 1 << 24), ("n_chunks", 1 << 20)])
+def test_numbers_in_a_file_take_no_memory(name: str, value: int) -> None:
+    from sb3_extra_buffers.files.parts import flatten, unflatten
+    from sb3_extra_buffers.files.registry import from_parts
+
+    replay, _ = filled(100)
+    described, arrays = flatten(replay.to_parts())
+    description = described["description"]
+    (description["chunks"] if name == "n_chunks" else description)[name] = value
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(FileFormatError, OutOfMemoryError):
+            from_parts(unflatten(described, arrays))
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("arguments", [{"length": 8, "capacity": 1 << 44}, {"length": 1 << 46, "capacity": 10}])
+def test_a_size_that_no_machine_has_raises_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(OutOfMemoryError, match="lower the capacity"):
+        CompressedEmbodiedReplay(**arguments)
 
 
 # ---- interrupts and threads ----

@@ -63,17 +63,21 @@ class ChunkTable:
 
     def __init__(self, size: int, n_chunks: int) -> None:
         self.size = size
-        self.serials = np.zeros(n_chunks, np.int64)  # 0: not in use
-        self.starts = np.zeros(n_chunks, np.int64)  # earlier steps have been evicted
-        self.used = np.zeros(n_chunks, np.int64)
-        self.successors = np.full(n_chunks, NONE, np.int64)
-        self.references = np.zeros(n_chunks, np.int64)
+        none: Indices = np.zeros(0, np.int64)
+        self.serials = none  # 0: not in use
+        self.starts = none  # earlier steps have been evicted
+        self.used = none
+        self.successors = none  # of a chunk that was never used: 0
+        self.references = none
         #: When each step was added: its number among all steps.
-        self.numbers = lengthen(np.zeros(0, np.int64), size * n_chunks)
+        self.numbers = none
         self.by_serial: dict[int, int] = {}
         self.next_serial = 1
-        #: The chunk to use next comes last.
-        self.unused = list(reversed(range(n_chunks)))
+        #: Chunks that were in use, in the order in which they are used again: the last one first.
+        self.unused: list[int] = []
+        #: Number of chunks that were ever in use; the others come after those in `unused`.
+        self.n_begun = 0
+        self.grow(n_chunks)
 
     def __len__(self) -> int:
         return len(self.serials)
@@ -85,20 +89,24 @@ class ChunkTable:
     @property
     def in_use(self) -> Indices:
         """Chunks in use, oldest first."""
-        chunks = np.flatnonzero(self.serials)
+        chunks = np.flatnonzero(self.serials[: self.n_begun])
         return chunks[np.argsort(self.serials[chunks])]
 
     def count_steps(self) -> int:
         """Number of steps that are held."""
-        return int((self.used - self.starts)[self.serials > 0].sum())
+        chunks = self.in_use
+        return int((self.used[chunks] - self.starts[chunks]).sum())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all chunks are in use."""
+        return not self.unused and self.n_begun == len(self)
 
     def grow(self, n_chunks: int) -> None:
-        """Increase the number of chunks to ``n_chunks``."""
-        n_before = len(self)
-        longer = {name: lengthen(getattr(self, name), n_chunks) for name in ("serials", "starts", "used", "references")}
-        longer["successors"] = np.concatenate([self.successors, np.full(n_chunks - n_before, NONE)])
+        """Increase the number of chunks to ``n_chunks``; new ones take memory once they are used."""
+        longer = {name: lengthen(getattr(self, name), n_chunks) for name in (*_COLUMNS, "references")}
         longer["numbers"] = lengthen(self.numbers, n_chunks * self.size)
-        self.__dict__.update(**longer, unused=[*reversed(range(n_before, n_chunks)), *self.unused])
+        self.__dict__.update(longer)
 
     # ---- changes ----
 
@@ -108,7 +116,12 @@ class ChunkTable:
         Returns:
             The chunk, and the number of references that it will have.
         """
-        chunk, serial, unused = self.unused[-1], self.next_serial, self.unused[:-1]
+        serial, unused = self.next_serial, self.unused
+        if unused:
+            chunk, unused = unused[-1], unused[:-1]
+        else:
+            chunk = self.n_begun
+            change.set(self.__dict__, "n_begun", chunk + 1)
         for column, value in ((self.serials, serial), (self.starts, 0), (self.used, 0), (self.successors, NONE)):
             change.set(column, chunk, value)
         change.set(self.by_serial, serial, chunk)
@@ -184,9 +197,10 @@ class ChunkTable:
 
     def chains(self) -> list[tuple[list[int], Indices]]:
         """Return the chunks of each stream, and the slots of all its steps in order."""
-        follows = set(self.successors[(self.serials > 0) & (self.successors != NONE)].tolist())
+        heads = self.in_use
+        follows = set(self.successors[heads].tolist())
         found = []
-        for head in self.in_use.tolist():
+        for head in heads.tolist():
             if head in follows:
                 continue
             chunks, chunk = [], head
@@ -203,7 +217,7 @@ class ChunkTable:
         Returns:
             The slots that windows of ``length`` begin at, oldest window first, and the chunks that were freed.
         """
-        self.references[:] = 0
+        self.references[: self.n_begun] = 0
         windows, ends, freed = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
         for chunks, slots in self.chains():
             n_windows = max(len(slots) - length + 1, 0)
@@ -226,7 +240,7 @@ class ChunkTable:
     @property
     def n_saved(self) -> int:
         """Number of chunks to save: all up to the last one in use."""
-        return int(np.flatnonzero(self.serials).max(initial=-1)) + 1
+        return int(self.in_use.max(initial=-1)) + 1
 
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Indices]]:
         """Return a description, and the columns to save."""
@@ -239,10 +253,12 @@ class ChunkTable:
     def from_parts(cls, parts: LoadedParts, n_chunks: int) -> ChunkTable:
         """Restore what `to_parts` returned, with at least ``n_chunks``; nothing in ``parts`` is trusted."""
         size, n_saved = parts.number("chunks", "size", low=1, stop=1 << 31), parts.number("chunks", "n_chunks")
-        table = cls(size, n_saved)
+        # from the columns, which are in the file: ``n_saved`` and ``size`` alone may be any numbers
+        table = cls(size, 0)
         for name in _COLUMNS:
             setattr(table, name, parts.column(f"chunks/{name}", np.int64, (n_saved,)).copy())
         table.numbers = lengthen(parts.column("numbers", np.int64, (n_saved * size,)), n_saved * size)
+        table.references, table.n_begun = np.zeros(n_saved, np.int64), n_saved
         table.next_serial = parts.number("chunks", "next_serial", low=1, stop=1 << 62)
         table._check()
         table.by_serial = {int(table.serials[chunk]): chunk for chunk in table.in_use.tolist()}

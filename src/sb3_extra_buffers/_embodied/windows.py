@@ -136,7 +136,7 @@ class WindowStore(Transactional):
     def _reserve(self, steps: StepStore) -> ChunkTable:
         """Make sure that there is an unused chunk, and space for another window."""
         table = self._table
-        if not table.unused:
+        if table.is_full:
             # not twice as many: a store takes two ranges of equal size for observations and next observations
             n_chunks = len(table) + len(table) // 2 + 1
             steps.reserve(n_chunks * table.size)

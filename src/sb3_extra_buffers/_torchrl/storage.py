@@ -217,7 +217,10 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     def _set(self, write: PendingWrite, cursor: Any, data: Any, set_cursor: bool) -> None:
         if isinstance(data, list):
             data = stack_items(data)
-        is_single = isinstance(cursor, (int, np.integer)) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        # TorchRL's buffers pass a tensor without axes on as an array
+        is_single = isinstance(cursor, (int, np.integer)) or (
+            isinstance(cursor, (torch.Tensor, np.ndarray)) and not cursor.ndim
+        )
         length = self._len
         write.before = {name: self.__dict__[name] for name in CONTENTS}, length, self._last_cursor_index
         self._open = write

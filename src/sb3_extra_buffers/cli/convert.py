@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from sb3_extra_buffers._extras import import_extra
 from sb3_extra_buffers.cli.reader import BufferReader, with_progress
 from sb3_extra_buffers.cli.saved_buffer import SavedBuffer
 from sb3_extra_buffers.codecs.registry import get_codec
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, LayoutError, UntrustedFileError
+from sb3_extra_buffers.errors import ArgumentError, ExtraBuffersError, FileFormatError, LayoutError, UntrustedFileError
 from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.files.saving import save
 from sb3_extra_buffers.stores.view import StoreView
@@ -206,6 +207,8 @@ def to_minari(buffer: Any, target: Path) -> None:
 
     if not hasattr(buffer, "next_observations"):
         raise FileFormatError("Minari datasets consist of transitions, which only replay buffers have")
+    if not re.search(r"-v\d+$", target.name):
+        raise ArgumentError(f"{target.name!r}: the name of a Minari dataset must end in a version, as {target.name}-v0")
     reader = BufferReader(buffer)
     options: dict[str, Any] = {}
     if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:

@@ -37,6 +37,7 @@ _EXPORTS = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _PICKLES = {".pkl", ".pickle"}
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 _ANIMATIONS = (".gif", ".mp4")
+_PAGES = (".html", ".htm")
 # the size that `view` stops at without --all; browsers open a page of this size at once
 _MAX_PAGE_BYTES = 32e6
 _PLOTS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
@@ -157,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     names.add_argument("--env", metavar="ID", help="Atari environment to take the names of the actions from")
     _add_output(sheet, "montage.png", _IMAGES)
     _add_output(film, "play.gif", _ANIMATIONS)
-    _add_output(page, "view.html")
+    _add_output(page, "view.html", _PAGES)
     for command in (sheet, film, page):
         command.add_argument("--key", help="key of the observations to show, if they are a Dict")
     for command in (sheet, film):
@@ -203,14 +204,14 @@ def _command(
 
 
 def _add_output(
-    command: argparse.ArgumentParser, default: str | None, suffixes: Sequence[str] = (), text: str = "file to write"
+    command: argparse.ArgumentParser, default: str | None, suffixes: Sequence[str], text: str = "file to write"
 ) -> None:
-    notes = [", ".join(suffixes)] if suffixes else []
-    notes += [f"default: {default}"] if default else []
+    notes = [", ".join(suffixes)] + ([f"default: {default}"] if default else [])
 
     def output(text: str) -> Path:
         path = Path(text)
-        if suffixes and path.suffix.lower() not in suffixes:
+        # files are replaced without asking, so never one of a saved buffer
+        if path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
         return path
 

@@ -102,10 +102,13 @@ def _check_is_saved_file(path: Path) -> None:
     if not path.exists():
         # below a file, as in "file.txt/folder"
         raise FileFormatError(f"{path}: no such file or directory")
-    with os.fdopen(disk.open_to_read(path), "rb") as file:
-        start = file.read(len(MAGIC))
-        file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
-        end = file.read(len(_TAIL_MAGIC))
+    try:
+        with os.fdopen(disk.open_to_read(path), "rb") as file:
+            start = file.read(len(MAGIC))
+            file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            end = file.read(len(_TAIL_MAGIC))
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
     if not start:
         raise DamagedFileError(f"{path} is empty")
     if start == MAGIC or end == _TAIL_MAGIC:

@@ -121,7 +121,7 @@ def _rebuild(saved: SavedParts, report: Repair, cls: type[Any] | None) -> Any:
     columns = {name: column for name, (column, _) in scan.columns.items()}
     stores = {name: store for name, (store, _) in scan.stores.items()}
     bad_rows = {name: bad for name, (_, bad) in scan.columns.items() if bad.any()}
-    bad_indices = {name: lost for name, (_, lost) in scan.stores.items()}
+    bad_indices = {name: scan.lost(name) for name in stores}
     cut: Cut = cut_parts(
         LoadedParts(saved.kind, saved.record["description"], columns, stores, cls), bad_rows, bad_indices
     )

@@ -11,6 +11,7 @@ from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
 from sb3_extra_buffers.files.values import FLOATS
 from sb3_extra_buffers.stores.checks import only_named_errors, parse_dtype, parse_shape, require, whole
 
+# in all spaces of a Dict together: a Box takes memory for each of its bounds, even if the file has only one number
 _MAX_BOUNDS = 1 << 26
 
 
@@ -40,12 +41,23 @@ def space_to_json(space: Any) -> dict[str, Any]:
 @only_named_errors("the saved space")
 def space_from_json(record: Any) -> Any:
     """The inverse of `space_to_json`."""
+    n_bounds = _count_bounds(record)
+    require(n_bounds <= _MAX_BOUNDS, f"a space with {n_bounds} bounds is too large; at most {_MAX_BOUNDS} are allowed")
+    return _make_space(record)
+
+
+def _count_bounds(record: Any) -> int:
+    if record["kind"] == "Dict":
+        return sum(_count_bounds(part) for _, part in record["spaces"])
+    return math.prod(parse_shape(record["shape"])) if record["kind"] == "Box" else 0
+
+
+def _make_space(record: Any) -> Any:
     from gymnasium import spaces
 
     kind = record["kind"]
     if kind == "Box":
         shape, dtype = parse_shape(record["shape"]), parse_dtype(record["dtype"])
-        require(math.prod(shape) <= _MAX_BOUNDS, f"a Box of shape {shape} has more than {_MAX_BOUNDS} bounds")
         low, high = (_bound_from_json(record[name], shape, dtype) for name in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
@@ -61,7 +73,7 @@ def space_from_json(record: Any) -> Any:
         return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
     if kind == "Dict":
         # gymnasium sorts the keys of a dict, but keeps the order of pairs
-        return spaces.Dict([(str(key), space_from_json(part)) for key, part in record["spaces"]])
+        return spaces.Dict([(str(key), _make_space(part)) for key, part in record["spaces"]])
     raise FileFormatError(f"unknown space {kind!r}; a newer version may have written it: update sb3-extra-buffers")
 
 

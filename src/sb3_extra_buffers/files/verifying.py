@@ -58,8 +58,13 @@ def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
 
 def _decode_all(loaded: Any) -> Iterator[str]:
     for name, store in registry.to_parts(loaded).stores.items():
-        for first in range(0, store.n_obs, store.n_streams):
-            indices = np.arange(first, min(first + store.n_streams, store.n_obs))
+        if store.inner is None:
+            # nothing is encoded yet
+            continue
+        # only what was written: a small file may have space for any number of observations
+        written = store.inner.find_written()
+        written = np.arange(store.n_obs) if written is None else written
+        for indices in np.split(written, np.flatnonzero(np.diff(written // store.n_streams)) + 1):
             try:
                 store.read(indices)
             except CorruptPayloadError as error:
@@ -72,7 +77,7 @@ class DamageScan:
     def __init__(self, saved: SavedParts) -> None:
         self.saved = saved
         self.findings: list[str] = []
-        #: Columns with flags of their damaged rows, and read-only stores with flags of their lost observations.
+        #: Columns with flags of their damaged rows, and read-only stores with flags for `lost`.
         self.columns = {name: self._read(f"columns/{name}") for name in saved.record["columns"]}
         self.stores = {name: self._read_store(name) for name in saved.stores}
 
@@ -83,21 +88,28 @@ class DamageScan:
             self.findings.append(f"{name!r}: {len(bad)} of {record.n_blocks} blocks are damaged")
         return array, _bad_rows(record, bad)
 
-    def _read_store(self, name: str) -> tuple[ObservationStore, Flags]:
+    def lost(self, name: str) -> Flags:
+        """Flags of the observations of a store that are lost."""
+        store, parts = self.stores[name]
+        lost = np.zeros(store.n_obs, np.bool_)
+        for part in parts:
+            lost |= part
+        return lost
+
+    def _read_store(self, name: str) -> tuple[ObservationStore, list[Flags]]:
         entry = self.saved.stores[name]
-        tables, lost = {}, np.zeros(int(entry["record"]["n_cells"]), np.bool_)
-        is_timeline, bad_of = entry["record"].get("kind") == "timeline", {}
+        record, tables, bad_of = entry["record"], {}, {}
         for key in entry["arrays"]:
-            tables[key], bad = self._read(f"stores/{name}/{key}")
-            if is_timeline and key in ("rows", "aside"):
-                bad_of[key] = bad
-                continue
-            if bad.any() and (key not in _BY_OBS or len(bad) != len(lost)):
+            tables[key], bad_of[key] = self._read(f"stores/{name}/{key}")
+        apart = ("rows", "aside") if record.get("kind") == "timeline" else ()
+        damaged = {key: bad for key, bad in bad_of.items() if bad.any() and key not in apart}
+        for key, bad in damaged.items():
+            if key not in _BY_OBS or len(bad) != record["n_cells"]:
                 raise DamagedFileError(f"the table {key!r} of {name} is damaged, and every observation depends on it")
-            lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
+        lost = [*damaged.values()]
         if isinstance(store.inner, TimelineStore):
-            lost |= store.inner.lost_indices(bad_of["rows"], bad_of["aside"])
+            lost.append(store.inner.lost_indices(bad_of["rows"], bad_of["aside"]))
         path, size = self.saved.payload_file(name)
         frames = store.frames
         if payloads is not None and frames is not None:
@@ -106,7 +118,7 @@ class DamageScan:
                 self.findings.append(
                     f"{path}: {len(bad_chunks)} of {len(payloads.chunks)} chunks of {name} are damaged"
                 )
-                lost |= lost_indices(frames, payloads.chunks, bad_chunks)
+                lost.append(lost_indices(frames, payloads.chunks, bad_chunks))
         return store, lost
 
 

@@ -211,8 +211,9 @@ class BaseRecordBuffer:
         for name in named:
             if name in new:
                 columns[name] = column = Column(f"feature {name!r}", self.size)
-                # records that were added without it
-                column.present = np.zeros(self.size, np.bool_) if self._n_added else None
+                if self._n_added:
+                    column.missing = np.zeros(self.size, np.bool_)
+                    column.missing[: len(self)] = True
         targets: list[Target] = []
         for name, column in columns.items():
             prepared = column.prepare(named[name]) if name in named else column.prepare_missing()

@@ -33,8 +33,8 @@ class Column:
     Dicts and tuples, such as the actions of Dict and Tuple spaces, are stored as one array per leaf.
     """
 
-    #: Which rows have a value; None if all of them do.
-    present: Array | None = None
+    #: Which rows have no value; None if all of them have one. Not the opposite: zeros take no memory until written.
+    missing: Array | None = None
 
     def __init__(self, name: str, size: int, dtype: npt.DTypeLike | None = None) -> None:
         self.name = name
@@ -62,21 +62,21 @@ class Column:
         if not self.arrays:
             column = Column(self.name, self.size)
             column.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in leaves.items()}
-            column.structure, column.present = structure, self.present
+            column.structure, column.missing = structure, self.missing
         elif structure != self.structure or leaves.keys() != self.arrays.keys():
             raise SpecMismatchError(
                 f"{self.name} has parts {_names(leaves)}, but earlier records have {_names(self.arrays)}; every record "
                 "needs the same parts"
             )
         targets: list[Target] = [(column.arrays[path], column.cast(path, leaf)) for path, leaf in leaves.items()]
-        return column, targets if column.present is None else [*targets, (column.present, np.True_)]
+        return column, targets if column.missing is None else [*targets, (column.missing, np.False_)]
 
     def prepare_missing(self) -> tuple[Column, list[Target]]:
         """`prepare` for a record without a value."""
         column = copy.copy(self)
-        if column.present is None:
-            column.present = np.ones(self.size, np.bool_)
-        return column, [*((array, 0) for array in self.arrays.values()), (column.present, np.False_)]
+        if column.missing is None:
+            column.missing = np.zeros(self.size, np.bool_)
+        return column, [*((array, 0) for array in self.arrays.values()), (column.missing, np.True_)]
 
     def _flatten(self, value: Any, path: Path, leaves: dict[Path, Array]) -> Any:
         """Add the leaves of ``value`` to ``leaves`` and return their structure, which JSON can represent."""
@@ -102,14 +102,14 @@ class Column:
 
     def has(self, rows: Any) -> bool:
         """Whether there is anything to read: False only for a single row without a value."""
-        return self.present is None or np.ndim(rows) > 0 or bool(self.present[rows])
+        return self.missing is None or np.ndim(rows) > 0 or not self.missing[rows]
 
     def read(self, rows: Any) -> Any:
         """Return the values of ``rows`` as they were added, with a leading axis if ``rows`` are several.
 
         If some of several rows have no value, arrays are masked.
         """
-        missing = None if self.present is None or not np.ndim(rows) else ~self.present[rows]
+        missing = None if self.missing is None or not np.ndim(rows) else self.missing[rows]
         if missing is not None and not missing.any():
             missing = None
         return self._nest(self.structure, (), rows, missing) if self.arrays else None
@@ -128,16 +128,16 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values()) + (0 if self.present is None else self.size)
+        return sum(array.nbytes for array in self.arrays.values()) + (0 if self.missing is None else self.size)
 
     def to_parts(self, key: str, n: int) -> tuple[Any, dict[str, Array]]:
         """Return a description and the first ``n`` rows as arrays ``key/0``, ``key/1``, ... for a file."""
         if not self.arrays:
             return None, {}  # before the first value
         arrays = {f"{key}/{number}": array[:n] for number, array in enumerate(self.arrays.values())}
-        if self.present is None:
+        if self.missing is None:
             return {"of": self.structure}, arrays
-        return {"of": self.structure, "optional": True}, arrays | {f"{key}/present": self.present[:n]}
+        return {"of": self.structure, "optional": True}, arrays | {f"{key}/present": ~self.missing[:n]}
 
     def restore(self, parts: LoadedParts, key: str, described: Any, n: int) -> set[str]:
         """Fill the first ``n`` rows with what `to_parts` returned; return the names of the arrays."""
@@ -156,8 +156,8 @@ class Column:
         self.structure = structure
         if not optional:
             return set(paths)
-        self.present = np.ones(self.size, np.bool_)
-        self.present[:n] = parts.column(f"{key}/present", np.bool_, (n,))
+        self.missing = np.zeros(self.size, np.bool_)
+        self.missing[:n] = ~parts.column(f"{key}/present", np.bool_, (n,))
         return {*paths, f"{key}/present"}
 
 

@@ -33,7 +33,7 @@ def map_bytes(nbytes: int, path: Path | None = None) -> mmap.mmap:
             if problem.errno != errno.ENOMEM:
                 raise
             raise OutOfMemoryError(
-                f"cannot allocate {size} bytes for compressed observations; lower buffer_size, or set max_bytes"
+                f"cannot allocate {size} bytes; lower the capacity of the buffer, or set max_bytes where there is one"
             ) from problem
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

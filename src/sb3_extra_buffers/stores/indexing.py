@@ -30,7 +30,7 @@ def locate(index: Any, shape: tuple[int, ...], table: Indices) -> tuple[Indices 
         lead.append(part)
         n_axes += part is not None and part is not Ellipsis
     if all(isinstance(part, slice) and part == ALL for part in parts):
-        return table[tuple(lead)], None
+        return select(table, tuple(lead)), None
     # part of each observation: narrow the leading axes to what is used, and leave the rest to NumPy
     remapped: list[Any] = []
     axis = 0
@@ -43,6 +43,15 @@ def locate(index: Any, shape: tuple[int, ...], table: Indices) -> tuple[Indices 
         remapped.append(local)
         axis += 1
     return table, (*remapped, *parts)
+
+
+def select(array: Array, index: Any) -> Array:
+    """Return ``array[index]``; what NumPy does not accept raises a named error."""
+    try:
+        selected: Array = array[index]
+    except IndexError as problem:
+        raise IndexOutOfRangeError(str(problem)) from None
+    return selected
 
 
 def wrap(indices: Array, size: int, axis: int) -> Indices:

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.arguments import as_array, cast_exactly, narrow
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import as_contiguous, frame_kernels
 from sb3_extra_buffers.stores.array_methods import ArrayMethods
 from sb3_extra_buffers.stores.base import Indices
-from sb3_extra_buffers.stores.indexing import ALL, are_index_arrays, as_integers, locate, wrap
+from sb3_extra_buffers.stores.indexing import ALL, are_index_arrays, as_integers, locate, select, wrap
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -120,9 +120,9 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         indices, rest = self._locate(index)
         if indices is None:
-            return self.__array__()[rest]
+            return select(self.__array__(), rest)
         if rest is not None:
-            return self._read(indices)[rest]
+            return select(self._read(indices), rest)
         batch = self._read(indices)
         return batch if batch.ndim else batch[()]
 
@@ -279,7 +279,7 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         if indices is None:
             indices, rest = self._table(), index
         batch = self._read(indices)
-        batch[rest] = self._fit(value, batch[rest].shape)
+        batch[rest] = self._fit(value, select(batch, rest).shape)
         self._write(indices.reshape(-1), batch)
 
     def write_with(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
@@ -394,7 +394,7 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         Meant for observations that repeat these, such as next observations: shared frames are stored once.
         """
         if self.indices is not None:
-            raise ValueError("a reshaped array cannot have a sibling; call sibling() on the whole array")
+            raise ArgumentError("a reshaped array cannot have a sibling; call sibling() on the whole array")
         first_index = self.store.allocate(math.prod(self.lead_shape), are_next=True)
         view = object.__new__(type(self))
         StoreView.__init__(view, self.store, self.lead_shape, first_index=first_index, dtype=self.dtype)
