@@ -16,7 +16,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer loads folders from here on
-from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
+from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space, own_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.frame_steps import FrameSteps
@@ -114,7 +114,7 @@ class ReplayMixin(BudgetMixin, _Base):
         # SB3 lays out a single step, so that dense observations are never allocated
         super().__init__(
             n_envs,
-            observation_space,
+            own_space(observation_space),
             action_space,
             device=device,
             n_envs=n_envs,

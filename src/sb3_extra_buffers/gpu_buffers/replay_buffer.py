@@ -14,6 +14,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer loads folders from here on
+from sb3_extra_buffers._sb3.algorithm import own_space
 from sb3_extra_buffers._sb3.drawing import IndexDraws
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.arguments import check_count, check_index
@@ -113,7 +114,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         check_count(n_envs, "n_envs")
         self._make_lock()
         # skips ReplayBuffer.__init__, which would allocate dense observations
-        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        BaseBuffer.__init__(self, buffer_size, own_space(observation_space), action_space, device, n_envs=n_envs)
         # after BaseBuffer.__init__, which calls this too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self._set_sampling(sampling)
