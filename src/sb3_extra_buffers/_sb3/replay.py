@@ -24,7 +24,7 @@ from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
 from sb3_extra_buffers._sb3.views import Array, ObsViews
-from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.arguments import check_count, check_number
 from sb3_extra_buffers.errors import (
     EmptyBufferError,
     ExtraBuffersError,
@@ -107,9 +107,9 @@ class ReplayMixin(BudgetMixin, _Base):
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
         self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path, prefer))
-        check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
-        check_count(n_envs, "n_envs")
-        check_count(n_steps, "n_steps")
+        buffer_size = check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
+        n_envs, n_steps = check_count(n_envs, "n_envs"), check_count(n_steps, "n_steps")
+        check_number(gamma, "gamma")
         check_space(self, observation_space)
         # SB3 lays out a single step, so that dense observations are never allocated
         super().__init__(

@@ -78,8 +78,7 @@ class RolloutMixin(CompressedBuffer, _Base):
             raise ArgumentError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":
             raise ArgumentError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
-        check_count(buffer_size, "buffer_size")
-        check_count(n_envs, "n_envs")
+        buffer_size, n_envs = check_count(buffer_size, "buffer_size"), check_count(n_envs, "n_envs")
         check_space(self, observation_space)
         space = own_space(observation_space)
         super().__init__(buffer_size, space, action_space, device, gae_lambda, gamma, n_envs)

@@ -110,8 +110,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
     ) -> None:
         if prefer is not None:
             compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
-        check_count(buffer_size, "buffer_size")
-        check_count(n_envs, "n_envs")
+        buffer_size, n_envs = check_count(buffer_size, "buffer_size"), check_count(n_envs, "n_envs")
         self._make_lock()
         # skips ReplayBuffer.__init__, which would allocate dense observations
         BaseBuffer.__init__(self, buffer_size, own_space(observation_space), action_space, device, n_envs=n_envs)

@@ -93,8 +93,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     ) -> None:
         if prefer is not None:
             compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
-        check_count(buffer_size, "buffer_size")
-        check_count(n_envs, "n_envs")
+        buffer_size, n_envs = check_count(buffer_size, "buffer_size"), check_count(n_envs, "n_envs")
         self.obs_stores = {}  # RolloutBuffer.__init__ calls reset()
         self._make_lock()
         options = StorageOptions(dtypes, normalize_images, compression_method)
