@@ -21,6 +21,7 @@ from sb3_extra_buffers._sb3.sequence_windows import (
     Request,
     SequenceSamples,
     Windows,
+    as_signed,
     check_request,
     discount_powers,
     n_step_returns,
@@ -344,7 +345,8 @@ class Sequences:
             where = tuple(self._upload(at))
             last = self._read_observations(indices[:, None], request.newest_only, env)
             for key, tensor in following.items():
-                following[key] = tensor.clone().index_put_(where, last[key][:, 0])
+                following[key] = tensor.clone()
+                as_signed(following[key]).index_put_(where, as_signed(last[key][:, 0]))
         return self._observations_as_sb3(observations), self._observations_as_sb3(following)
 
     def _read_transitions(
@@ -362,7 +364,7 @@ class Sequences:
         if not windows.is_whole:
             # not by index, which would wait for a GPU
             is_padding = ~mask
-            actions.masked_fill_(is_padding[..., None], 0)
+            as_signed(actions).masked_fill_(is_padding[..., None], 0)
             rewards.masked_fill_(is_padding, 0)
             dones.masked_fill_(is_padding, 0)
         return actions, rewards, dones
