@@ -485,6 +485,11 @@ class ReplayMixin(BudgetMixin, _Base):
     def _range(self) -> tuple[int, int, int]:
         """Return the range to draw from, and the offset to add, modulo ``buffer_size``, to get a step."""
         count = self.size()
+        if count < 0:
+            raise IndexOutOfRangeError(
+                f"pos={self.pos} and full={self.full} were assigned after {self.n_evicted} steps had been evicted, so "
+                "the order of steps is unknown; call reset()"
+            )
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self.n_evicted:

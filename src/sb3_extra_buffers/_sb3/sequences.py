@@ -27,13 +27,13 @@ from sb3_extra_buffers._sb3.sequence_windows import (
     n_step_returns,
     plan_windows,
 )
+from sb3_extra_buffers._sb3.steps import position_assigned
 from sb3_extra_buffers._sb3.views import Array
 from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
     ExtraBuffersError,
-    IndexOutOfRangeError,
     OutOfMemoryError,
     PriorityError,
     SpecMismatchError,
@@ -290,10 +290,7 @@ class Sequences:
         if held.oldest == held.n_added:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
-            raise IndexOutOfRangeError(
-                f"after {self.n_added} steps, pos should be {self.n_added % self.buffer_size} of {self.buffer_size}, "
-                f"but pos={self.pos} and full={self.full} were assigned, so the order of steps is unknown; call reset()"
-            )
+            raise position_assigned(self)
         numbers, envs = self._draw_starts(request, held)
         windows = self._plan_windows(request, numbers, envs, held)
         states = self._states.read(numbers % self.buffer_size, envs) if self._states.columns else {}
