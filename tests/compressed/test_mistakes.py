@@ -19,6 +19,7 @@ from sb3_extra_buffers.errors import (
     CodecOptionError,
     IndexOutOfRangeError,
     LayoutError,
+    OutOfMemoryError,
     SpecMismatchError,
 )
 from sb3_extra_buffers.gpu_buffers import GpuNStepReplayBuffer, GpuReplayBuffer, GpuRolloutBuffer
@@ -75,6 +76,12 @@ def test_sizes_must_be_counts(name: str, argument: str, value: Any) -> None:
 def test_gamma_must_be_a_number(cls: Any, gamma: Any) -> None:
     with pytest.raises(ArgumentError, match="gamma must be a number, got"):
         cls(20, VECTOR, DISCRETE, device="cpu", n_steps=3, gamma=gamma)
+
+
+@pytest.mark.parametrize("space", [VECTOR, SPACES["frames first"]], ids=["vector", "images"])
+def test_a_buffer_for_which_there_is_no_memory(space: Any) -> None:
+    with pytest.raises(OutOfMemoryError, match=f"not enough memory for buffer_size={1 << 47}"):
+        module.CompressedReplayBuffer(1 << 47, space, DISCRETE, device="cpu")
 
 
 @pytest.mark.parametrize(("base", "space"), [(ReplayBuffer, DICT), (DictReplayBuffer, VECTOR)])

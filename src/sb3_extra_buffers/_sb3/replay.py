@@ -124,7 +124,10 @@ class ReplayMixin(BudgetMixin, _Base):
         self.n_steps, self.gamma = n_steps, gamma
         self.optimize_memory_usage = optimize_memory_usage and not (self._is_n_step_class or n_steps > 1)
         self.n_evicted = self.n_added = 0
-        self._lay_out(max(buffer_size // n_envs, 1))
+        try:
+            self._lay_out(max(buffer_size // n_envs, 1))
+        except NO_MEMORY as problem:
+            raise OutOfMemoryError(f"not enough memory for buffer_size={buffer_size}: {problem}") from problem
         if not self._is_n_step_class:
             check_n_steps(self)
         self._start_in_folder()
@@ -532,7 +535,8 @@ class ReplayMixin(BudgetMixin, _Base):
         return bool(is_held.all())
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        return self._samples_at(batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),)), env)
+        steps = np.asarray(batch_inds)  # as in SB3, subclasses may pass lists
+        return self._samples_at(steps, np.random.randint(0, high=self.n_envs, size=(len(steps),)), env)
 
     def _samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
         """The transitions at ``(steps[i], envs[i])`` as tensors, n-step ones where ``n_steps`` says so."""
