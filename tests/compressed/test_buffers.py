@@ -136,6 +136,24 @@ def test_optimized_memory_keeps_the_true_next_observations(name: str, handle: bo
         is_same(mine[0], dense._get_samples(steps))
 
 
+@pytest.mark.parametrize("name", ["frames first", "vector", "dict"])
+def test_steps_may_be_a_list(name: str) -> None:
+    """As subclasses that choose the steps themselves may pass them to `_get_samples`."""
+    space: Any = SPACES[name]
+    kinds: Any = CompressedReplayBuffer, ReplayBuffer
+    if name == "dict":
+        kinds = CompressedDictReplayBuffer, DictReplayBuffer
+    ours, theirs = (kind(40, space, DISCRETE, "cpu", n_envs=2) for kind in kinds)
+    for step in play(space, 2, 20):
+        for buffer in (ours, theirs):
+            buffer.add(*step)
+    batches = []
+    for buffer in (ours, theirs):
+        np.random.seed(0)  # noqa: NPY002
+        batches.append(buffer._get_samples([3, 17, 3, -1]))
+    is_same(*batches)
+
+
 def test_optimized_memory_is_accepted_for_dicts() -> None:
     ours = CompressedDictReplayBuffer(40, SPACES["dict"], DISCRETE, "cpu", n_envs=2, optimize_memory_usage=True)
     (theirs,) = pair(SPACES["dict"], 40, 2)[1:]

@@ -35,6 +35,7 @@ from sb3_extra_buffers.errors import (
     BudgetExceededError,
     CodecOptionError,
     EmptyBufferError,
+    IndexOutOfRangeError,
     LayoutError,
     SpecMismatchError,
     UnknownCodecError,
@@ -72,6 +73,26 @@ class TestBudget:
         self.check_batch(ours, played)
         assert 10 < ours.size() < 500
         assert "not compressed yet" not in ours.memory_usage().codecs[""]
+
+    @pytest.mark.parametrize("name", ["frames first", "vector"])
+    def test_a_position_that_was_assigned_after_an_eviction_is_named(self, name: str) -> None:
+        limit = 60_000 if name == "frames first" else 6_000
+        buffer = CompressedReplayBuffer(10**4, SPACES[name], DISCRETE, "cpu", max_bytes=limit)
+        # next observations of other steps, which take more space
+        played = [step._replace(next_obs=step.obs + 1) for step in play(SPACES[name], 1, 150)]
+        for step in played:
+            buffer.add(*step)
+            if buffer.n_evicted > 10:
+                break
+        assert buffer.n_evicted > 10
+        buffer.pos, buffer.full = 0, False
+        for step in played[:3]:
+            with pytest.raises(IndexOutOfRangeError, match="had been evicted"):
+                buffer.sample(4)
+            buffer.add(*step)
+        buffer.reset()
+        buffer.add(*played[0])
+        assert buffer.sample(4).rewards.unique().tolist() == played[0].reward.tolist()
 
     @staticmethod
     def check_batch(ours: Any, played: Any) -> None:

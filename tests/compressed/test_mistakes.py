@@ -19,9 +19,10 @@ from sb3_extra_buffers.errors import (
     CodecOptionError,
     IndexOutOfRangeError,
     LayoutError,
+    OutOfMemoryError,
     SpecMismatchError,
 )
-from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.gpu_buffers import GpuNStepReplayBuffer, GpuReplayBuffer, GpuRolloutBuffer
 from tests.contracts.buffer import ACTIONS, SPACES
 from tests.contracts.vec_env import make_envs
 
@@ -66,6 +67,21 @@ def test_sizes_must_be_counts(name: str, argument: str, value: Any) -> None:
         getattr(module, name)(
             **{"buffer_size": 20, "n_envs": 1, argument: value}, observation_space=VECTOR, action_space=DISCRETE
         )
+
+
+@pytest.mark.parametrize(
+    "cls", [module.CompressedReplayBuffer, module.CompressedNStepReplayBuffer, GpuNStepReplayBuffer]
+)
+@pytest.mark.parametrize("gamma", ["0.99", None, lambda progress_remaining: 0.99])
+def test_gamma_must_be_a_number(cls: Any, gamma: Any) -> None:
+    with pytest.raises(ArgumentError, match="gamma must be a number, got"):
+        cls(20, VECTOR, DISCRETE, device="cpu", n_steps=3, gamma=gamma)
+
+
+@pytest.mark.parametrize("space", [VECTOR, SPACES["frames first"]], ids=["vector", "images"])
+def test_a_buffer_for_which_there_is_no_memory(space: Any) -> None:
+    with pytest.raises(OutOfMemoryError, match=f"not enough memory for buffer_size={1 << 47}"):
+        module.CompressedReplayBuffer(1 << 47, space, DISCRETE, device="cpu")
 
 
 @pytest.mark.parametrize(("base", "space"), [(ReplayBuffer, DICT), (DictReplayBuffer, VECTOR)])

@@ -9,6 +9,7 @@ import tracemalloc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ from stable_baselines3 import DQN, PPO, SAC
 from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.envs import BitFlippingEnv
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
 from sb3_extra_buffers._sb3 import base
 from sb3_extra_buffers.compressed import (
     CompressedDictReplayBuffer,
+    CompressedDictRolloutBuffer,
     CompressedHerReplayBuffer,
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
@@ -35,7 +37,8 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
     UnsupportedVersionError,
 )
-from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer
+from sb3_extra_buffers.files import load
+from sb3_extra_buffers.gpu_buffers import BaseGpuBuffer, GpuReplayBuffer, GpuRolloutBuffer
 from tests.contracts.buffer import (
     ACTIONS,
     SPACES,
@@ -299,6 +302,46 @@ def test_a_saved_folder_becomes_the_buffer_of_a_model(tmp_path: Path, cls: Any) 
     assert type(other.replay_buffer) is cls
     assert_same_samples(other.replay_buffer, model.replay_buffer)
     other.learn(20)
+
+
+@pytest.mark.parametrize(
+    "cls", [CompressedDictReplayBuffer, CompressedDictRolloutBuffer, GpuReplayBuffer, GpuRolloutBuffer]
+)
+def test_normalizing_an_environment_later_does_not_change_what_is_saved(tmp_path: Path, cls: Any) -> None:
+    """`VecNormalize` replaces the images of a Dict space in place."""
+    images = spaces.Box(0, 255, (4, 20, 16), np.uint8)
+    env = make_envs(spaces.Dict({"images": images, "speed": SPACES["vector"]}), DISCRETE, 1)
+    space: Any = env.observation_space
+    buffer = cls(10, space, DISCRETE, device="cpu")
+    VecNormalize(env)
+    assert space["images"] != images
+    assert buffer.observation_space["images"] == images
+    buffer.save(tmp_path / "buffer")
+    assert load(tmp_path / "buffer").observation_space == buffer.observation_space
+
+
+@pytest.mark.parametrize("cls", [CompressedReplayBuffer, CompressedRolloutBuffer, GpuReplayBuffer, GpuRolloutBuffer])
+def test_arguments_may_be_numpy_numbers(tmp_path: Path, cls: Any) -> None:
+    options: dict[str, Any] = {"compression_method": "gzip", "compression_kwargs": {"level": np.int64(3)}}
+    if issubclass(cls, BaseGpuBuffer):
+        options["heap_bytes"] = np.int64(1 << 20)
+    buffer = cls(np.int64(40), IMAGE, DISCRETE, device="cpu", n_envs=np.int32(2), **options)
+    buffer.save(tmp_path / "buffer")
+    loaded = load(tmp_path / "buffer")
+    assert (loaded.buffer_size, loaded.n_envs) == (buffer.buffer_size, 2)
+    copied = pickle.loads(pickle.dumps(loaded))
+    assert copied.memory_usage().codecs == buffer.memory_usage().codecs
+
+
+def test_options_may_be_any_mapping(tmp_path: Path) -> None:
+    methods, dtypes = {"images": "delta"}, {"images": MappingProxyType({"elem_type": np.uint8})}
+    space = spaces.Dict({"images": SPACES["float frames"], "speed": SPACES["vector"]})
+    buffer = CompressedDictReplayBuffer(
+        10, space, DISCRETE, device="cpu", compression_method=MappingProxyType(methods), dtypes=MappingProxyType(dtypes)
+    )
+    methods["images"] = "none"
+    pickle.loads(pickle.dumps(buffer)).save(tmp_path / "buffer")
+    assert load(tmp_path / "buffer").storage_options.compression_method == {"images": "delta"}
 
 
 def test_a_folder_that_does_not_fit_leaves_the_model_as_it_was(tmp_path: Path) -> None:

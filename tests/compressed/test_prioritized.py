@@ -29,11 +29,13 @@ from sb3_extra_buffers.compressed import (
 from sb3_extra_buffers.errors import (
     AlgorithmMismatchError,
     EmptyBufferError,
+    IndexOutOfRangeError,
     NotSaveableError,
     PriorityError,
     StaleIndexError,
 )
 from sb3_extra_buffers.files import load, save
+from sb3_extra_buffers.gpu_buffers import GpuPrioritizedReplayBuffer
 from tests.torture.interrupts import Injector
 
 IMAGES = spaces.Box(0, 255, (4, 36, 36), np.uint8)
@@ -356,6 +358,32 @@ def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> No
 def test_an_empty_buffer_has_nothing_to_draw() -> None:
     with pytest.raises(EmptyBufferError, match="learning_starts"):
         make().sample(4)
+
+
+@pytest.mark.parametrize("kind", [CompressedPrioritizedReplayBuffer, GpuPrioritizedReplayBuffer])
+@pytest.mark.parametrize("assigned", [{"pos": 0, "full": False}, {"pos": 7}])
+def test_a_position_that_was_assigned_is_named(assigned: dict[str, Any], kind: Any) -> None:
+    buffer, feed = kind(40, IMAGES, spaces.Discrete(3), device="cpu", n_envs=2), Feed(2)
+    feed.fill(buffer, n_steps=50)
+    vars(buffer).update(assigned)
+    for _ in range(2):
+        # priorities belong to the removed transitions
+        with pytest.raises(IndexOutOfRangeError, match="were assigned"):
+            buffer.sample(16)
+        feed.fill(buffer, n_steps=5)
+    buffer.reset()
+    feed.fill(buffer, n_steps=5)
+    assert set(drawn(buffer)) == set(range(feed.count - 10, feed.count))
+    buffer.check()
+
+
+def test_a_buffer_that_was_emptied_by_hand_has_nothing_to_draw() -> None:
+    buffer = make()
+    Feed(2).fill(buffer, n_steps=20)
+    assert buffer.full
+    buffer.full = False
+    with pytest.raises(EmptyBufferError, match="learning_starts"):
+        buffer.sample(4)
 
 
 @pytest.mark.parametrize("space", [IMAGES, MIXED], ids=["box", "dict"])

@@ -91,6 +91,34 @@ def test_windows_equal_a_list_of_transitions(name: str, kind: str, data: Any) ->
     buffer.check()
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(3,), (16, 20)])
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_windows_of_wide_unsigned_integers(dtype: Any, shape: tuple[int, ...], gpu: bool) -> None:
+    """torch lacks most operations in these dtypes, which depth cameras use."""
+    kind: Any = GpuSequenceReplayBuffer if gpu else CompressedSequenceReplayBuffer
+    rng, stored = np.random.default_rng(0), (dtype, np.int64)
+    boxes = [(spaces.Box(0, 60_000, shape, each), spaces.Box(0, 60_000, (2,), each)) for each in stored]
+    buffers = [kind(60, *both, device="cpu", n_envs=2) for both in boxes]
+    obs = rng.integers(0, 60_000, (2, *shape))
+    for _ in range(50):
+        following, action = rng.integers(0, 60_000, (2, *shape)), rng.integers(0, 60_000, (2, 2))
+        done = rng.random(2) < 0.2
+        for buffer, each in zip(buffers, stored, strict=True):
+            arrays = obs.astype(each), following.astype(each), action.astype(each)
+            buffer.add(*arrays, np.zeros(2), done, [{}, {}])
+        obs = np.where(done.reshape(2, *[1] * len(shape)), rng.integers(0, 60_000, following.shape), following)
+    for episode_end, n_steps in itertools.product(("stop", "pad", "continue"), (1, 3)):
+        batches = []
+        for buffer in buffers:
+            np.random.seed(n_steps)  # noqa: NPY002  # the generator that SB3 draws from
+            batches.append(buffer.sample_sequences(20, 6, n_steps=n_steps, episode_end=episode_end))
+        unsigned, signed = batches
+        for name in ("observations", "next_observations", "actions"):
+            assert getattr(unsigned, name).dtype == getattr(th, np.dtype(dtype).name)
+            np.testing.assert_array_equal(getattr(unsigned, name).numpy(), getattr(signed, name).numpy())
+
+
 @pytest.mark.parametrize("name", SPACES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

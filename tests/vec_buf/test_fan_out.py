@@ -121,6 +121,13 @@ def test_differences_between_buffers_are_reported() -> None:
     assert buffer.differences() == {"rle": ["observations", "rewards"]}
 
 
+def test_nan_is_no_difference() -> None:
+    buffer = make_replay(3)
+    for member in buffer.buffers.values():
+        member.rewards[1] = np.nan
+    assert buffer.differences() == {}
+
+
 def test_dict_observations() -> None:
     space = spaces.Dict({"image": IMAGES, "number": spaces.Discrete(5)})
     kinds = [DictReplayBuffer, CompressedDictReplayBuffer]

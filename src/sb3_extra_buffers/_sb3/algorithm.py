@@ -1,7 +1,8 @@
-"""Checks of a buffer against the SB3 algorithm that creates or loads it."""
+"""A buffer and the SB3 algorithm that creates or loads it: checks, and the space that they share."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -79,6 +80,19 @@ def check_space(buffer: Any, space: Any) -> None:
         what = f"cannot hold Dict observations, and the space has the keys {', '.join(space)}"
     exists = type(buffer).__module__.startswith("sb3_extra_buffers.compressed.") and not hasattr(buffer, "_made_from")
     raise ObservationSpaceError(f"{name} {what}" + (f"; use {other}" if exists and other != name else ""))
+
+
+def own_space(space: Any) -> Any:
+    """Return the observation space that a buffer keeps.
+
+    SB3's `VecNormalize` replaces the images of a Dict space in place. The buffer's space must go on describing what
+    the buffer holds, or the buffer could not be loaded again once it is saved.
+    """
+    if not isinstance(space, spaces.Dict):
+        return space
+    own = copy.copy(space)
+    own.spaces = dict(space.spaces)
+    return own
 
 
 def check_n_steps(buffer: Any) -> None:

@@ -85,6 +85,9 @@ class StorageOptions:
             # stored as an option of "auto", so that it is saved with the others
             options = add_preference(self.prefer, self.compression_kwargs, self.compression_method)
             object.__setattr__(self, "compression_kwargs", options)
+        for name in ("dtypes", "compression_method", "compression_kwargs", "decompression_kwargs"):
+            # other mappings may change later, or cannot be pickled or saved
+            object.__setattr__(self, name, _as_dict(getattr(self, name)))
         object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
 
     def check_keys(self, keys: Collection[str]) -> None:
@@ -139,6 +142,13 @@ class StorageOptions:
             f"dtypes['elem_type'] is {stored}, but the observation space{where} has {spec.dtype}; pass a smaller "
             "dtype, or leave dtypes out"
         )
+
+
+def _as_dict(options: Any) -> Any:
+    """A mapping, and those in it, as new dicts; any other value as it is."""
+    if not isinstance(options, Mapping):
+        return options
+    return {name: _as_dict(value) for name, value in options.items()}
 
 
 def _as_numpy_dtype(elem_type: Any) -> np.dtype[Any]:

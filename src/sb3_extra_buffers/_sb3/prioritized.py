@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import calling_algorithm
 from sb3_extra_buffers._sb3.replay import ReplayMixin
-from sb3_extra_buffers._sb3.steps import step_numbers
+from sb3_extra_buffers._sb3.steps import position_assigned, step_numbers
 from sb3_extra_buffers._sb3.sum_tree import SumTree
 from sb3_extra_buffers.arguments import MAX_ERROR, as_array, check_alpha, check_beta, check_epsilon
 from sb3_extra_buffers.errors import (
@@ -122,6 +122,7 @@ class Priorities:
         n_envs: int
         pos: int
         n_added: int
+        full: bool
         _lock: Any
 
         def size(self) -> int: ...
@@ -171,8 +172,10 @@ class Priorities:
 
     def _draw(self, batch_size: int) -> tuple[Any, ...]:
         """One transition from each of ``batch_size`` equal parts of the priorities, with its weight and index."""
+        if self.n_added % self.buffer_size != self.pos:
+            raise position_assigned(self)
         leaves, priorities, minimum = self._tree.draw_and_read(batch_size)
-        if len(leaves) < batch_size:
+        if len(leaves) < batch_size or not (self.pos or self.full):
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         steps, envs = np.divmod(leaves, self.n_envs)
         # (N p / total) ** -beta divided by its maximum: N and total cancel

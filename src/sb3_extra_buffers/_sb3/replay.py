@@ -16,7 +16,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer loads folders from here on
-from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
+from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space, own_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.frame_steps import FrameSteps
@@ -24,7 +24,7 @@ from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
 from sb3_extra_buffers._sb3.views import Array, ObsViews
-from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.arguments import check_count, check_number
 from sb3_extra_buffers.errors import (
     EmptyBufferError,
     ExtraBuffersError,
@@ -107,14 +107,14 @@ class ReplayMixin(BudgetMixin, _Base):
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
         self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path, prefer))
-        check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
-        check_count(n_envs, "n_envs")
-        check_count(n_steps, "n_steps")
+        buffer_size = check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
+        n_envs, n_steps = check_count(n_envs, "n_envs"), check_count(n_steps, "n_steps")
+        check_number(gamma, "gamma")
         check_space(self, observation_space)
         # SB3 lays out a single step, so that dense observations are never allocated
         super().__init__(
             n_envs,
-            observation_space,
+            own_space(observation_space),
             action_space,
             device=device,
             n_envs=n_envs,
@@ -124,7 +124,10 @@ class ReplayMixin(BudgetMixin, _Base):
         self.n_steps, self.gamma = n_steps, gamma
         self.optimize_memory_usage = optimize_memory_usage and not (self._is_n_step_class or n_steps > 1)
         self.n_evicted = self.n_added = 0
-        self._lay_out(max(buffer_size // n_envs, 1))
+        try:
+            self._lay_out(max(buffer_size // n_envs, 1))
+        except NO_MEMORY as problem:
+            raise OutOfMemoryError(f"not enough memory for buffer_size={buffer_size}: {problem}") from problem
         if not self._is_n_step_class:
             check_n_steps(self)
         self._start_in_folder()
@@ -485,6 +488,11 @@ class ReplayMixin(BudgetMixin, _Base):
     def _range(self) -> tuple[int, int, int]:
         """Return the range to draw from, and the offset to add, modulo ``buffer_size``, to get a step."""
         count = self.size()
+        if count < 0:
+            raise IndexOutOfRangeError(
+                f"pos={self.pos} and full={self.full} were assigned after {self.n_evicted} steps had been evicted, so "
+                "the order of steps is unknown; call reset()"
+            )
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self.n_evicted:
@@ -527,7 +535,8 @@ class ReplayMixin(BudgetMixin, _Base):
         return bool(is_held.all())
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        return self._samples_at(batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),)), env)
+        steps = np.asarray(batch_inds)  # as in SB3, subclasses may pass lists
+        return self._samples_at(steps, np.random.randint(0, high=self.n_envs, size=(len(steps),)), env)
 
     def _samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
         """The transitions at ``(steps[i], envs[i])`` as tensors, n-step ones where ``n_steps`` says so."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 
-from sb3_extra_buffers._sb3.algorithm import check_space
+from sb3_extra_buffers._sb3.algorithm import check_space, own_space
 from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags
@@ -78,10 +78,10 @@ class RolloutMixin(CompressedBuffer, _Base):
             raise ArgumentError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":
             raise ArgumentError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
-        check_count(buffer_size, "buffer_size")
-        check_count(n_envs, "n_envs")
+        buffer_size, n_envs = check_count(buffer_size, "buffer_size"), check_count(n_envs, "n_envs")
         check_space(self, observation_space)
-        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
+        space = own_space(observation_space)
+        super().__init__(buffer_size, space, action_space, device, gae_lambda, gamma, n_envs)
 
     @writes
     def reset(self) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "Request",
     "SequenceSamples",
     "Windows",
+    "as_signed",
     "check_request",
     "discount_powers",
     "n_step_returns",
@@ -32,6 +33,9 @@ __all__ = [
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+
+# torch stores these dtypes, but cannot index or mask them
+_SIGNED = {th.uint16: th.int16, th.uint32: th.int32, th.uint64: th.int64}
 
 
 class SequenceSamples(NamedTuple):
@@ -296,3 +300,9 @@ class NewestFrames:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NewestFrames, ()
+
+
+def as_signed(tensor: th.Tensor) -> th.Tensor:
+    """The memory of ``tensor`` in a dtype that torch can index and mask."""
+    dtype = _SIGNED.get(tensor.dtype)
+    return tensor if dtype is None else tensor.view(dtype)

@@ -21,18 +21,19 @@ from sb3_extra_buffers._sb3.sequence_windows import (
     Request,
     SequenceSamples,
     Windows,
+    as_signed,
     check_request,
     discount_powers,
     n_step_returns,
     plan_windows,
 )
+from sb3_extra_buffers._sb3.steps import position_assigned
 from sb3_extra_buffers._sb3.views import Array
 from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
     ExtraBuffersError,
-    IndexOutOfRangeError,
     OutOfMemoryError,
     PriorityError,
     SpecMismatchError,
@@ -289,10 +290,7 @@ class Sequences:
         if held.oldest == held.n_added:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
-            raise IndexOutOfRangeError(
-                f"after {self.n_added} steps, pos should be {self.n_added % self.buffer_size} of {self.buffer_size}, "
-                f"but pos={self.pos} and full={self.full} were assigned, so the order of steps is unknown; call reset()"
-            )
+            raise position_assigned(self)
         numbers, envs = self._draw_starts(request, held)
         windows = self._plan_windows(request, numbers, envs, held)
         states = self._states.read(numbers % self.buffer_size, envs) if self._states.columns else {}
@@ -344,7 +342,8 @@ class Sequences:
             where = tuple(self._upload(at))
             last = self._read_observations(indices[:, None], request.newest_only, env)
             for key, tensor in following.items():
-                following[key] = tensor.clone().index_put_(where, last[key][:, 0])
+                following[key] = tensor.clone()
+                as_signed(following[key]).index_put_(where, as_signed(last[key][:, 0]))
         return self._observations_as_sb3(observations), self._observations_as_sb3(following)
 
     def _read_transitions(
@@ -362,7 +361,7 @@ class Sequences:
         if not windows.is_whole:
             # not by index, which would wait for a GPU
             is_padding = ~mask
-            actions.masked_fill_(is_padding[..., None], 0)
+            as_signed(actions).masked_fill_(is_padding[..., None], 0)
             rewards.masked_fill_(is_padding, 0)
             dones.masked_fill_(is_padding, 0)
         return actions, rewards, dones

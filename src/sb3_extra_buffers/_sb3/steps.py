@@ -8,9 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.arguments import as_array, cast, check_flags
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 
-__all__ = ["fit_actions", "fit_column", "fit_flags", "fit_observations", "fit_truncations", "step_numbers"]
+__all__ = [
+    "fit_actions",
+    "fit_column",
+    "fit_flags",
+    "fit_observations",
+    "fit_truncations",
+    "position_assigned",
+    "step_numbers",
+]
 
 Array = npt.NDArray[Any]
 
@@ -20,6 +28,15 @@ _BOOLS = frozenset({bool, np.bool_})
 def step_numbers(steps: npt.NDArray[np.int64], n_added: int, pos: int, n_steps: int) -> npt.NDArray[np.int64]:
     """How many steps were added before each of ``steps``, which are positions in a ring of ``n_steps``."""
     return n_added - 1 - (pos - 1 - steps) % n_steps
+
+
+def position_assigned(buffer: Any) -> IndexOutOfRangeError:
+    """The error for a buffer that counts its steps, if ``pos`` or ``full`` does not agree with their number."""
+    n_added, n_steps = buffer.n_added, buffer.buffer_size
+    return IndexOutOfRangeError(
+        f"after {n_added} steps, pos should be {n_added % n_steps} of {n_steps}, but pos={buffer.pos} and "
+        f"full={buffer.full} were assigned, so the order of steps is unknown; call reset()"
+    )
 
 
 def fit_observations(observations: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Array:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.errors import (
     CodecLevelError,
@@ -165,4 +167,6 @@ def codec_options(
         raise CodecOptionError(
             f"{method!r} takes no decompression_kwargs, got {', '.join(map(repr, decompression))}; remove them"
         )
-    return dict(compression or {})
+    options = dict(compression or {})
+    # files describe options in JSON, which has no NumPy scalars
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}

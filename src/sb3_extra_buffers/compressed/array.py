@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
@@ -85,7 +86,7 @@ class CompressedArray(StoreView, SavedAsFolder):
             n_streams=max(int(np.prod(lead[1:], dtype=np.int64)), 1),
             method=compression_method,
             options=codec_options(compression_method, options, decompression_kwargs),
-            heap_bytes=heap_bytes,
+            heap_bytes=None if heap_bytes is None else check_count(heap_bytes, "heap_bytes"),
             path=path if storage == "memory" else None,
         )
         super().__init__(store, lead)

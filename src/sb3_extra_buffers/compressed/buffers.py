@@ -19,7 +19,7 @@ from sb3_extra_buffers._sb3.base import OptionsFirst
 from sb3_extra_buffers._sb3.her import HerEpisodes
 from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
-from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.arguments import check_count, check_number
 
 __all__ = [
     "CompressedDictNStepReplayBuffer",
@@ -131,6 +131,8 @@ class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
     _is_n_step_class = True
 
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
+        # SB3's class keeps both itself
+        check_number(gamma, "gamma")
         super().__init__(*args, n_steps=check_count(n_steps, "n_steps"), gamma=gamma, **kwargs)
         check_n_steps(self)
 

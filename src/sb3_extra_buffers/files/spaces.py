@@ -25,13 +25,16 @@ def space_to_json(space: Any) -> dict[str, Any]:
         record |= {"shape": list(space.shape), "dtype": np.dtype(space.dtype).str}
         return record | {"low": _bound_to_json(space.low), "high": _bound_to_json(space.high)}
     if kind is spaces.Discrete:
-        return record | {"n": int(space.n), "start": int(space.start)}
+        return record | {"n": int(space.n), "start": int(space.start), "dtype": np.dtype(space.dtype).str}
     if kind is spaces.MultiDiscrete:
         start = getattr(space, "start", np.zeros_like(space.nvec))
         return record | {"nvec": space.nvec.tolist(), "start": start.tolist(), "dtype": np.dtype(space.dtype).str}
     if kind is spaces.MultiBinary:
         return record | {"shape": list(space.shape)}
     if kind is spaces.Dict:
+        for key in space.spaces:
+            if not isinstance(key, str) or not key:
+                raise NotSaveableError(f"the key {key!r} of a Dict space cannot be saved; use a non-empty string")
         return record | {"spaces": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
     raise NotSaveableError(
         f"a space of type {kind.__name__} cannot be saved; Box, Discrete, MultiDiscrete, MultiBinary and Dict can"
@@ -61,8 +64,13 @@ def _make_space(record: Any) -> Any:
         low, high = (_bound_from_json(record[name], shape, dtype) for name in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
-        n, first = (whole(record[name], name, -(1 << 62), 1 << 62) for name in ("n", "start"))
-        return spaces.Discrete(n, start=first)
+        integers: Any = parse_dtype(record.get("dtype", "<i8"))  # earlier versions saved int64 only
+        require(integers.kind in "iu", f"a Discrete space of {integers}")
+        limits = np.iinfo(integers)
+        n, first = (whole(record[name], name, int(limits.min), int(limits.max) + 1) for name in ("n", "start"))
+        # older versions of gymnasium have int64 only, and no such argument
+        of_type: Any = {} if integers == np.int64 else {"dtype": integers.type}
+        return spaces.Discrete(n, start=first, **of_type)
     if kind == "MultiDiscrete":
         numbers: Any = parse_dtype(record["dtype"])
         nvec, start = np.array(record["nvec"], numbers), np.array(record["start"], numbers)

@@ -191,7 +191,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         heap_bytes: int | None,
     ) -> None:
         if heap_bytes is not None:
-            check_count(heap_bytes, "heap_bytes")
+            heap_bytes = check_count(heap_bytes, "heap_bytes")
         if not isinstance(options.dtypes, Mapping | None):
             raise SpecMismatchError(f"dtypes must be a dict from find_gpu_buffer_dtypes, got {options.dtypes!r}")
         self.storage_options, self.heap_bytes = options, heap_bytes

@@ -14,6 +14,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer loads folders from here on
+from sb3_extra_buffers._sb3.algorithm import own_space
 from sb3_extra_buffers._sb3.drawing import IndexDraws
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.arguments import check_count, check_index
@@ -109,11 +110,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
     ) -> None:
         if prefer is not None:
             compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
-        check_count(buffer_size, "buffer_size")
-        check_count(n_envs, "n_envs")
+        buffer_size, n_envs = check_count(buffer_size, "buffer_size"), check_count(n_envs, "n_envs")
         self._make_lock()
         # skips ReplayBuffer.__init__, which would allocate dense observations
-        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        BaseBuffer.__init__(self, buffer_size, own_space(observation_space), action_space, device, n_envs=n_envs)
         # after BaseBuffer.__init__, which calls this too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self._set_sampling(sampling)

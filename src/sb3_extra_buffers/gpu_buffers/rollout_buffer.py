@@ -13,6 +13,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
+from sb3_extra_buffers._sb3.algorithm import own_space
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_column, fit_flags
 from sb3_extra_buffers.arguments import as_array, check_count, check_index
@@ -92,13 +93,13 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     ) -> None:
         if prefer is not None:
             compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
-        check_count(buffer_size, "buffer_size")
-        check_count(n_envs, "n_envs")
+        buffer_size, n_envs = check_count(buffer_size, "buffer_size"), check_count(n_envs, "n_envs")
         self.obs_stores = {}  # RolloutBuffer.__init__ calls reset()
         self._make_lock()
         options = StorageOptions(dtypes, normalize_images, compression_method)
         heap_bytes = heap_limit(max_slot_bytes, heap_bytes, buffer_size * n_envs)
-        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
+        space = own_space(observation_space)
+        super().__init__(buffer_size, space, action_space, device, gae_lambda, gamma, n_envs)
         # after RolloutBuffer.__init__, which calls this too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self._set_sampling(sampling)

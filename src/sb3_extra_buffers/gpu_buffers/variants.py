@@ -17,7 +17,7 @@ from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.her import HerEpisodes
 from sb3_extra_buffers._sb3.prioritized import Beta, Priorities, PrioritizedReplayBufferSamples
 from sb3_extra_buffers._sb3.sum_tree import SumTree
-from sb3_extra_buffers.arguments import as_array, check_count
+from sb3_extra_buffers.arguments import as_array, check_count, check_number
 from sb3_extra_buffers.errors import ArgumentError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer
 from sb3_extra_buffers.gpu_buffers.replay_buffer import GpuReplayBuffer
@@ -42,6 +42,7 @@ class NStepBatches(GpuReplayBuffer):
     gamma: float
 
     def _set_n_steps(self, n_steps: int, gamma: float) -> None:
+        check_number(gamma, "gamma")
         self.n_steps, self.gamma = check_count(n_steps, "n_steps"), gamma
         check_n_steps(self)
 

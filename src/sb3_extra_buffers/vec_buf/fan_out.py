@@ -166,7 +166,8 @@ def _equal(left: Any, right: Any, column: str, steps: int) -> bool:
     pairs = [(ours[key], theirs[key]) for key in ours] if isinstance(ours, dict) else [(ours, theirs)]
     # step by step: a whole column may not fit into memory when decompressed
     return all(
-        a.shape == b.shape and all(np.array_equal(a[step], b[step]) for step in range(min(steps, len(a))))
+        a.shape == b.shape
+        and all(np.array_equal(a[step], b[step], equal_nan=True) for step in range(min(steps, len(a))))
         for a, b in pairs
     )
 
