@@ -127,6 +127,8 @@ class ReplayMixin(BudgetMixin, _Base):
         try:
             self._lay_out(max(buffer_size // n_envs, 1))
         except NO_MEMORY as problem:
+            if isinstance(problem, ExtraBuffersError):
+                raise
             raise OutOfMemoryError(f"not enough memory for buffer_size={buffer_size}: {problem}") from problem
         if not self._is_n_step_class:
             check_n_steps(self)
