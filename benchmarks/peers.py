@@ -37,7 +37,7 @@ from benchmarks.peer_systems.base import (
     System,
     folder_bytes,
 )  # fmt: skip
-from benchmarks.results import DATA, ROOT, machine, read_rows, replace_rows, versions, whole
+from benchmarks.results import DATA, KEEP_MEMORY, ROOT, machine, read_rows, replace_rows, versions, whole
 from benchmarks.timing import interleave, quantiles
 
 CSV = DATA / "peers.csv"
@@ -65,9 +65,6 @@ _SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-# glibc keeps freed memory, except while memory is measured: otherwise a batch of megabytes takes up to ten times longer
-# whenever the system has to map its pages anew, which depends on what else the process has allocated
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
 # what some of the libraries need
 _PACKAGES = {"jax", "tensordict", "tensorflow"}
 _WARM_UP_STEPS = 40
@@ -275,7 +272,9 @@ def run(kind: type[System], request: dict[str, Any]) -> dict[str, Any]:
     if not python.exists():
         raise ChildError("not installed; run `make peers`")
     paths = os.pathsep.join(filter(None, (str(ROOT / first) if first else "", str(ROOT))))
-    env = os.environ | _SETTINGS | ({} if request["what"] == MEMORY else _KEEP_MEMORY) | {"PYTHONPATH": paths}
+    # batches of some streams exceed 32 MB
+    settings = _SETTINGS if request["what"] == MEMORY else _SETTINGS | KEEP_MEMORY | {"MALLOC_MMAP_MAX_": "0"}
+    env = os.environ | settings | {"PYTHONPATH": paths}
     command = [str(python), "-m", "benchmarks.peers", "--child", json.dumps(request)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -228,7 +228,8 @@ def benchmarks_page() -> str:
         "default: both observations and all other columns.\n",
         "*Times* are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved; below 1 is faster "
         "than SB3. Sampling is compared with SB3's default, `add` and filling with `optimize_memory_usage=True`, with "
-        "which SB3 holds one observation per transition instead of two.\n",
+        "which SB3 holds one observation per transition instead of two. glibc keeps freed memory meanwhile: mapping "
+        "the pages of a large batch again would take longer than copying it.\n",
     ]
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:
@@ -298,7 +299,7 @@ def format_table() -> str:
 
 def file_table() -> str:
     """Saved buffers of several sizes, and SB3's pickle where it was measured."""
-    measured = rows("files")
+    measured = sorted(rows("files"), key=lambda row: int(row["n_transitions"]))
     if not measured:
         return ""
     header, columns = [""], []

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ DATA = Path(__file__).parent / "data"
 
 REQUIRED = ("numpy", "torch", "stable-baselines3")
 OPTIONAL = ("numba", "zstandard", "lz4", "isal")
+
+#: Environment variables for processes that measure times: glibc keeps freed memory, except arrays above 32 MB.
+#: Otherwise a batch of megabytes takes up to ten times longer when the system has to map its pages again, which depends
+#: on what else was allocated.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**36),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 
 
 def machine() -> str:
@@ -119,13 +129,15 @@ def replace_rows(path: Path, rows: list[dict[str, Any]], key: tuple[str, ...]) -
     write_rows(path, other_rows + rows)
 
 
-def run_child(module: str, *arguments: str, extras: bool = True) -> dict[str, Any]:
+def run_child(
+    module: str, *arguments: str, extras: bool = True, settings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run ``python -m module`` in a fresh process and return the JSON object it prints last.
 
-    Without ``extras``, the process finds none of the optional packages.
+    Without ``extras``, the process finds none of the optional packages. ``settings`` are environment variables.
     """
     paths = [*([] if extras else [str(ROOT / "tests" / "no_extras")]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env = os.environ | dict(settings or {}) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, env=env)
     if done.returncode:

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import feed
-from benchmarks.results import DATA, replace_rows, run_child, run_info
+from benchmarks.results import DATA, KEEP_MEMORY, replace_rows, run_child, run_info
 
 # the methods of the documented table, with the highest documented level, lz4-block/12, for its lz4-block/16
 DOCUMENTED_METHODS = [
@@ -105,7 +105,9 @@ def measure(game: str, method: str, n_steps: int, suite: str) -> dict[str, Any]:
     request = {"game": game, "n_steps": n_steps, "method": name, "options": options}
     result: dict[str, Any] = {}
     for what in ("million",) if suite == "million" else ("memory", "speed"):
-        result |= run_child("benchmarks.measure", json.dumps(request | {"what": what}), extras=suite != "plain")
+        settings = KEEP_MEMORY if what == "speed" else None
+        arguments = json.dumps(request | {"what": what})
+        result |= run_child("benchmarks.measure", arguments, extras=suite != "plain", settings=settings)
     return result
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import feed, render
-from benchmarks.results import DATA, replace_rows, run_child, run_info
+from benchmarks.results import DATA, KEEP_MEMORY, replace_rows, run_child, run_info
 
 COLUMNS = [
     "date", "machine", "versions", "game", "threads", "what", "n_transitions", "resident_bytes", "plain_bytes",
@@ -243,7 +243,7 @@ def measure(options: argparse.Namespace) -> None:
         figures: dict[str, Any] = {}
         for name in names:
             arguments = ["--threads", str(options.threads), "--child", name, options.game, str(n_steps), what]
-            figures |= run_child("benchmarks.torchrl", *arguments)
+            figures |= run_child("benchmarks.torchrl", *arguments, settings=None if name == "memory" else KEEP_MEMORY)
         store_row(info | {"game": options.game, "threads": options.threads or "", "what": what} | figures)
         print(what, figures, file=sys.stderr)
 
