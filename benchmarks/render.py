@@ -178,7 +178,8 @@ def plot(measured: list[Row], path: Path) -> None:
         side = -1 if front[0][0] != name != front[-1][0] else 1
         place = {"xytext": (6 * side, 7), "ha": "right" if side < 0 else "left"}
         axes.annotate(name, (x, y), color=HIGHLIGHT, **place, **bold)
-    style(axes, (0.45, 16), (0.2, 160))
+    times, shares = [point[1] for point in points], [point[2] for point in points]
+    style(axes, (min(times) / 1.3, 1.5 * max(times)), (min(shares) / 1.5, 160))
     axes.set_ylabel("memory, relative to SB3's ReplayBuffer", color=INK)
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper right")
     title = f"{measured[0]['game']}, {int(measured[0]['n_transitions']):,} transitions: down and left is better"
