@@ -243,7 +243,7 @@ def measure(options: argparse.Namespace) -> None:
         figures: dict[str, Any] = {}
         for name in names:
             arguments = ["--threads", str(options.threads), "--child", name, options.game, str(n_steps), what]
-            figures |= run_child("benchmarks.torchrl", *arguments, settings=None if name == "memory" else KEEP_MEMORY)
+            figures |= run_child("benchmarks.torchrl", *arguments, settings=KEEP_MEMORY if name == "speed" else None)
         store_row(info | {"game": options.game, "threads": options.threads or "", "what": what} | figures)
         print(what, figures, file=sys.stderr)
 
@@ -290,7 +290,10 @@ def storage_table(rows: dict[str, render.Row]) -> str:
         for what in ("CompressedStorage", "CompressedListStorage")
         if what in rows
     ]
-    note = "Memory is relative to `LazyMemmapStorage`, times are relative to `LazyTensorStorage`.\n"
+    note = (
+        "Memory is relative to `LazyMemmapStorage`, times are relative to `LazyTensorStorage`; glibc keeps freed memory "
+        "while they are measured.\n"
+    )
     return f"{render.table(header, lines)}\n{note}"
 
 
