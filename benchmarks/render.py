@@ -230,10 +230,10 @@ def benchmarks_page() -> str:
         "*Times* are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved; below 1 is faster "
         "than SB3. Sampling is compared with SB3's default, `add` and filling with `optimize_memory_usage=True`, with "
         "which SB3 holds one observation per transition instead of two.\n",
-        "For the tables of methods, games and ViZDoom, and those without numba, glibc keeps freed memory while times are "
-        "measured, because mapping the pages of a large batch again takes longer than copying it. Arrays above 32 MB are "
-        "mapped again nevertheless: the times of ViZDoom's RGB batches of 256, 59 MB each, include that with both "
-        "buffers.\n",
+        "For the tables of methods, games and ViZDoom, and those without numba, glibc keeps freed memory while times "
+        "are measured, because mapping the pages of a large batch again takes longer than copying it. Arrays above "
+        "32 MB are mapped again nevertheless: the times of ViZDoom's RGB batches of 256, 59 MB each, include that with "
+        "both buffers.\n",
     ]
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:

@@ -291,8 +291,8 @@ def storage_table(rows: dict[str, render.Row]) -> str:
         if what in rows
     ]
     note = (
-        "Memory is relative to `LazyMemmapStorage`, times are relative to `LazyTensorStorage`; glibc keeps freed memory "
-        "while they are measured.\n"
+        "Memory is relative to `LazyMemmapStorage`, times are relative to `LazyTensorStorage`; glibc keeps freed "
+        "memory while they are measured.\n"
     )
     return f"{render.table(header, lines)}\n{note}"
 

@@ -78,7 +78,7 @@ class TestBudget:
     def test_a_position_that_was_assigned_after_an_eviction_is_named(self, name: str) -> None:
         limit = 60_000 if name == "frames first" else 6_000
         # uncompressed vectors would never be evicted: the buffer holds as many steps as fit
-        options = {"compression_method": "gzip1"} if name == "vector" else {}
+        options: Any = {"compression_method": "gzip1"} if name == "vector" else {}
         buffer = CompressedReplayBuffer(10**4, SPACES[name], DISCRETE, "cpu", max_bytes=limit, **options)
         # next observations of other steps, which take more space
         played = [step._replace(next_obs=step.obs + 1) for step in play(SPACES[name], 1, 150)]
