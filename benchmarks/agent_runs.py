@@ -172,14 +172,14 @@ class Run:
         rewards = [episode["r"] for episode in model.ep_info_buffer]
         mean = np.mean(rewards) if rewards else math.nan
         text = f"{self.name}: {self.progress.timesteps:,} steps, {speed:,.0f} steps/s, mean reward {mean:.1f}"
-        tqdm.write(text + self._evaluate(model), file=sys.stderr)
+        if self.settings.is_evaluated(start, self.progress.timesteps):
+            text += self._evaluate(model)
+        tqdm.write(text, file=sys.stderr)
         self.progress.segment_seconds = max(self.progress.segment_seconds, time.perf_counter() - begin)
 
     def _evaluate(self, model: Any) -> str:
         """Play some games and keep the best weights."""
         n_games = self.settings.evaluation_games
-        if not n_games:
-            return ""
         reward = self._play(model.policy, n_games, SELECTION_GAMES).mean
         self.progress.evaluations.append([self.progress.timesteps, reward])
         if self.progress.best_reward is None or reward > self.progress.best_reward:

@@ -123,8 +123,9 @@ def _collect_run(folder: Path, agent: str, buffer: str, data: Path) -> None:
     replace_rows(data / FILES["runs"], [run], ("agent", "buffer"))
     evaluations = {int(steps): reward for steps, reward in progress["evaluations"]}
     log = [row for row in read_rows(folder / "log.csv") if int(row["timesteps"]) <= progress["timesteps"]]
-    # one row for each segment: the whole log is long
-    rows = [row for row in log if int(row["timesteps"]) in evaluations] or log[:: max(len(log) // 100, 1)]
+    # about 100 rows, and those of evaluations: the whole log is long
+    every = max(len(log) // 100, 1)
+    rows = [row for number, row in enumerate(log) if number % every == 0 or int(row["timesteps"]) in evaluations]
     curve = [
         {
             "agent": agent,

@@ -85,7 +85,8 @@ class Settings:
     segment: int = 100_000
     row_steps: int = 1000
     n_envs: int = 8
-    evaluation_games: int = 20
+    evaluation_games: int = 50
+    evaluation_steps: int = 500_000
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -99,6 +100,11 @@ class Settings:
     def segment_end(self, timesteps: int) -> int:
         """Where the segment ends that step ``timesteps`` is in."""
         return min((timesteps // self.segment + 1) * self.segment, self.timesteps)
+
+    def is_evaluated(self, start: int, end: int) -> bool:
+        """Whether the agent is evaluated after a segment from step ``start`` to ``end``."""
+        every = self.evaluation_steps
+        return self.evaluation_games > 0 and (start // every < end // every or end >= self.timesteps)
 
     def segment_seed(self, timesteps: int) -> int:
         """The seed of the segment that starts at ``timesteps``."""
@@ -147,7 +153,7 @@ def make_model(settings: Settings, env: Any) -> Any:
 
 def weights_checksum(model: Any) -> str:
     parameters = torch.cat([part.detach().flatten() for part in model.policy.parameters()])
-    return f"{zlib.crc32(parameters.cpu().numpy().tobytes()):08x}"
+    return f"{zlib.crc32(parameters.cpu().numpy()):08x}"
 
 
 @dataclass

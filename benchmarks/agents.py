@@ -42,11 +42,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     training.add_argument("--row-steps", type=whole, default=1000, help="minimum steps between rows of the log")
     training.add_argument("--n-envs", type=whole, default=8)
     training.add_argument(
-        "--evaluation-games",
-        type=any_count,
-        default=20,
-        help="games after each segment, to keep the best",
+        "--evaluation-games", type=any_count, default=50, help="games of each evaluation, to keep the best agent"
     )
+    training.add_argument("--evaluation-steps", type=whole, default=500_000, help="steps between evaluations")
     training.add_argument(
         "--set", nargs="+", type=hyperparameter, default=[], metavar="NAME=VALUE", help="hyperparameters to change"
     )
@@ -76,12 +74,12 @@ def hyperparameter(text: str) -> tuple[str, Any]:
 
 
 def settings_of(options: argparse.Namespace, agent: str, buffer: str) -> Settings:
-    names = ("seed", "device", "timesteps", "segment", "row_steps", "n_envs", "evaluation_games")
+    lengths = ("timesteps", "segment", "row_steps", "n_envs", "evaluation_games", "evaluation_steps")
     return Settings(
         agent,
         buffer,
         overrides=dict(options.set),
-        **{name: getattr(options, name) for name in names},
+        **{name: getattr(options, name) for name in ("seed", "device", *lengths)},
     )
 
 
