@@ -28,6 +28,8 @@ from sb3_extra_buffers.training_utils.atari import make_env
 SAME = ("timesteps", "games", "mean_reward", "rewards", "loss", "losses", "weights")
 COLUMNS = ("iteration", "seconds", *SAME)
 METHOD = "delta"
+# environments of the example scripts
+EXAMPLE_ENVS = 8
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,11 @@ class Settings:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        return self.spec.hyperparameters | self.overrides
+        """Those of the example scripts; with more environments, as many updates for each transition."""
+        values = self.spec.hyperparameters
+        if self.spec.kind == "replay":
+            values = values | {"gradient_steps": max(self.n_envs // EXAMPLE_ENVS, 1)}
+        return values | self.overrides
 
     def segment_end(self, timesteps: int) -> int:
         """Where the segment ends that step ``timesteps`` is in."""

@@ -43,7 +43,7 @@ _INT32 = np.dtype(np.int32)
 _STAGED_BYTES = 8 << 20
 # Side rows that may be mapped for writes in flight: this share of all rows, or the rows of this many steps up to this
 # many bytes, whichever is more. If more writes are in flight, the host waits.
-_AHEAD_SHARE, _AHEAD_STEPS, _AHEAD_BYTES = 64, 8, 64 << 20
+_AHEAD_SHARE, _AHEAD_STEPS, _AHEAD_BYTES = 64, 64, 64 << 20
 # a page of side rows is this fraction of all rows
 _N_PAGES = 256
 
