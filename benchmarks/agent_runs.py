@@ -86,7 +86,7 @@ class Run:
         self._state = folder / "run.json"
         if self._state.exists():
             state = json.loads(self._state.read_text())
-            if state["settings"] != dataclasses.asdict(settings):
+            if state["settings"] | {"segment": settings.segment} != dataclasses.asdict(settings):
                 raise SystemExit(f"{folder} holds a run with the settings {state['settings']}; choose another --output")
             self.progress = Progress(**state["progress"])
 
@@ -144,11 +144,12 @@ class Run:
     def _start_part(self) -> None:
         versions = results.versions("ale-py")
         date, where = datetime.date.today().isoformat(), machine(self.settings.device)
-        part = {"date": date, "machine": where, "versions": versions}
-        self.progress.parts.append(part)
-        # those of another machine say nothing about this one
-        if len(self.progress.parts) > 1 and self.progress.parts[-2]["machine"] != part["machine"]:
+        part = {"date": date, "machine": where, "versions": versions, "segment": self.settings.segment}
+        last = self.progress.parts[-1] if self.progress.parts else {}
+        # the time that another machine needs, or shorter segments, says nothing about this part
+        if any(last.get(name) != part[name] for name in ("machine", "segment")):
             self.progress.segment_seconds = 0.0
+        self.progress.parts.append(part)
 
     def _train_segment(self, model: Any, log: Log) -> None:
         start, begin, seconds = self.progress.timesteps, time.perf_counter(), self.progress.seconds

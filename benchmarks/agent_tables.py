@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.agent_training import AGENTS, METHOD, SAME
+from benchmarks.agent_training import AGENTS, EXAMPLE_ENVS, METHOD, SAME
 from benchmarks.results import DATA, ROOT, factor, percent, quantity, read_rows, replace_rows
 from sb3_extra_buffers.training_utils.eval_model import EvalResult
 
@@ -44,24 +44,26 @@ def comparison(output: Path, agent: str) -> Row | None:
     if not all(logs):
         return None
     states = [json.loads((folder / "run.json").read_text()) for folder in folders]
-    settings = [{name: value for name, value in state["settings"].items() if name != "buffer"} for state in states]
+    # segments may have changed after the rows that are compared
+    settings = [state["settings"] | {"buffer": "", "segment": 0} for state in states]
     if settings[0] != settings[1]:
         raise SystemExit(f"{agent}: the trainings have different settings: {settings[0]} and {settings[1]}")
     shared, different = differences(*logs)
-    last = [log[shared - 1] for log in logs]
     parts = [state["progress"]["parts"][0] for state in states]
-    # times can be compared if both were measured in one part, on one machine
-    alone = all(float(part["timesteps"]) >= float(last[0]["timesteps"]) for part in parts)
+    # times are those of the first part, if it was on one machine; later ones need not be at the same time
+    first = min(float(part["timesteps"]) for part in parts)
+    timed = [[row for row in log[:shared] if float(row["timesteps"]) <= first][-1] for log in logs]
     return {
         **{name: parts[0][name] for name in ("date", "machine", "versions")},
         "agent": agent,
         "rows": shared,
         "different": len(different),
         "first_difference": different[0] if different else "",
-        "timesteps": last[0]["timesteps"],
-        "seconds": last[0]["seconds"],
-        "dense_seconds": last[1]["seconds"],
-        "same_machine": int(alone and parts[0]["machine"] == parts[1]["machine"]),
+        "timesteps": logs[0][shared - 1]["timesteps"],
+        "timed_steps": timed[0]["timesteps"],
+        "seconds": timed[0]["seconds"],
+        "dense_seconds": timed[1]["seconds"],
+        "same_machine": int(parts[0]["machine"] == parts[1]["machine"]),
     }
 
 
@@ -78,7 +80,8 @@ def compare_all(output: Path, agents: list[str]) -> None:
             ratio = float(found["seconds"]) / float(found["dense_seconds"])
             print(
                 f"{agent}: {found['rows']:,} rows of the log, {int(found['timesteps']):,} steps: identical rewards, "
-                f"losses and weights; {found['seconds']} s compressed, {found['dense_seconds']} s dense ({ratio:.2f}x)"
+                f"losses and weights; the first {int(found['timed_steps']):,} took {found['seconds']} s compressed, "
+                f"{found['dense_seconds']} s dense ({ratio:.2f}x)"
             )
         failed |= found is None or bool(found["different"])
     if failed:
@@ -159,7 +162,7 @@ def summary(measured: dict[str, list[Row]]) -> str:
     """The table in the README: mean rewards beside the documented ones; empty without evaluations."""
     from benchmarks import render  # needs matplotlib, which training does not
 
-    lines, counts = [], set()
+    lines, counts, n_envs = [], set(), set()
     for agent, spec in AGENTS.items():
         evaluated = results(measured["games"], agent)
         run = _run(measured, agent)
@@ -170,15 +173,19 @@ def summary(measured: dict[str, list[Row]]) -> str:
             for which in ("best", "final")
         ]
         counts |= {len(result.rewards) for _, result in evaluated.values()}
+        n_envs |= {int(run["n_envs"])}
         lines.append([spec.title, f"{int(run['timesteps']):,}", *means, *DOCUMENTED[agent]])
     if not lines:
         return ""
     header = ["agent", "steps", "best", "final", "best, 0.5.0 on PyPI", "final, 0.5.0 on PyPI"]
-    played = " or ".join(f"{count:,}" for count in sorted(counts))
+    played, environments = (" or ".join(f"{count:,}" for count in sorted(found)) for found in (counts, n_envs))
+    if n_envs != {EXAMPLE_ENVS}:
+        environments += f" instead of {EXAMPLE_ENVS}"
     note = (
         f"Mean reward and standard deviation over {played} whole games, of agents trained with compressed buffers and "
-        "the settings of the example scripts. The columns for 0.5.0 are from its documentation, for 10,000,000 steps "
-        "and 10,000 games; its PPO on Pong has no frame stack, ours has a stack of 4.\n"
+        f"the settings of the example scripts, with {environments} environments. The columns for 0.5.0 are from its "
+        "documentation, for 10,000,000 steps and 10,000 games; its PPO on Pong has no frame stack, ours has a stack of "
+        "4.\n"
     )
     return f"\n{render.table(header, lines)}\n{note}\n"
 
@@ -241,7 +248,10 @@ def _pair(measured: dict[str, list[Row]], agent: str) -> str:
             )
         if pair["same_machine"] == "1":
             ours, theirs = float(pair["seconds"]), float(pair["dense_seconds"])
-            text += f" These took {ours:,.0f} s, and {theirs:,.0f} s with SB3's ({factor(ours / theirs)})."
+            text += (
+                f" The first {int(pair['timed_steps']):,} took {ours:,.0f} s, and {theirs:,.0f} s with SB3's "
+                f"({factor(ours / theirs)}), all trainings at the same time."
+            )
         return text
     return ""
 

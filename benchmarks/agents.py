@@ -26,6 +26,8 @@ from benchmarks.agent_runs import Run
 from benchmarks.agent_training import AGENTS, Settings
 from benchmarks.results import whole
 
+# steps of each environment between two starts of its games; a long game of Pong has 3,000
+SEGMENT = 6250
 any_count = partial(whole, least=0)
 
 
@@ -38,7 +40,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     training.add_argument("--seconds", type=float, default=math.inf, help="time limit of this part of the training")
     training.add_argument("--stop-at", type=whole, help="steps at which to stop, before the end of the training")
     training.add_argument("--timesteps", type=whole, default=10_000_000, help="length of the training and schedules")
-    training.add_argument("--segment", type=whole, default=100_000, help="steps after which a part can end")
+    training.add_argument(
+        "--segment", type=whole, help=f"steps after which a part can end (default: {SEGMENT:,} for each environment)"
+    )
     training.add_argument("--row-steps", type=whole, default=1000, help="minimum steps between rows of the log")
     training.add_argument("--n-envs", type=whole, default=8)
     training.add_argument(
@@ -74,10 +78,11 @@ def hyperparameter(text: str) -> tuple[str, Any]:
 
 
 def settings_of(options: argparse.Namespace, agent: str, buffer: str) -> Settings:
-    lengths = ("timesteps", "segment", "row_steps", "n_envs", "evaluation_games", "evaluation_steps")
+    lengths = ("timesteps", "row_steps", "n_envs", "evaluation_games", "evaluation_steps")
     return Settings(
         agent,
         buffer,
+        segment=options.segment or SEGMENT * options.n_envs,
         overrides=dict(options.set),
         **{name: getattr(options, name) for name in ("seed", "device", *lengths)},
     )

@@ -152,8 +152,12 @@ def test_a_time_limit_ends_a_part_before_the_next_segment(tmp_path: Path) -> Non
     assert len(train(tmp_path, agent, "--seconds", "1000")) == 16
 
 
-def test_other_settings_need_another_folder(tmp_path: Path) -> None:
-    train(tmp_path, "ppo-pong", "--stop-at", "64")
+def test_segments_may_become_longer_and_other_settings_need_another_folder(tmp_path: Path) -> None:
+    short = train(tmp_path, "ppo-pong", "--stop-at", "64")
+    longer = train(tmp_path, "ppo-pong", "--stop-at", "192", "--segment", "128")
+
+    assert longer[: len(short)] == short
+    assert [row["timesteps"] for row in longer][-1] == "256"
 
     with pytest.raises(SystemExit, match=r"ppo-pong-compressed holds a run with .*'seed': 0"):
         train(tmp_path, "ppo-pong", "--seed", "1")
