@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError
+from sb3_extra_buffers.errors import ArgumentError, DamagedFileError, ExtraBuffersError
 from sb3_extra_buffers.files import manifest, registry
 from sb3_extra_buffers.files.parts import Cut, LoadedParts
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
@@ -58,7 +58,7 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
 
     Args:
         path: The damaged folder or file.
-        target: Where to save what is intact.
+        target: Where to save what is intact; another path than ``path``.
         cls: The class to load; ``None`` for the one that was saved.
 
     Examples:
@@ -70,6 +70,10 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
         []
     """
     source, findings = Path(path), list[str]()
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ArgumentError(
+            f"{source} cannot be repaired in place, which would lose what is damaged; pass a new target"
+        )
     first_error: ExtraBuffersError | None = None
     for record in islice(_states(source, findings), _MAX_STATES):
         report = Repair(Path(target))
