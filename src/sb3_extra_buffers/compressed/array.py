@@ -32,7 +32,7 @@ class CompressedArray(StoreView, SavedAsFolder):
 
     An array-like, not a subclass of ``ndarray``: it is indexed and assigned to like an array, has the usual methods,
     such as `mean`, `min`, `astype` and `tolist`, and is accepted by NumPy's functions. Reading decodes into new
-    arrays; ``np.asarray(array)`` decodes everything, for example for ``torch.from_numpy``.
+    arrays; ``np.asarray(array)`` and ``torch.as_tensor(array)`` decode everything.
 
     The first axis is time: consecutive observations are expected to be similar. Every index of the other leading axes
     is a stream of its own, such as an environment.
