@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -141,9 +142,17 @@ def _replay_intact(saved: SavedParts, loaded: Any, report: Repair) -> Any:
             replay(loaded, saved.journal)
         except DamagedFileError as error:
             report.findings.append(f"{error}; the steps before it are kept")
-    if not isinstance(loaded, StoreView) and hasattr(loaded, "n_envs"):
-        report.n_steps = loaded.size() * loaded.n_envs
+    report.n_steps = _count(loaded)
     return loaded
+
+
+def _count(loaded: Any) -> int:
+    """Steps of all environments, or observations of an array; 0 for what has neither."""
+    if isinstance(loaded, StoreView):
+        return math.prod(loaded.lead_shape)
+    if hasattr(loaded, "memory_usage"):
+        return int(loaded.memory_usage().transitions)
+    return len(loaded) if hasattr(loaded, "__len__") else 0
 
 
 def _copy_observations(store: ObservationStore, batches: list[Array]) -> ObservationStore:
