@@ -53,7 +53,8 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     except TypeError:
         count = least - 1
     if not least <= count < 1 << 48:
-        raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+        limit = f"at least {least}" if count < least else "less than 2**48"
+        raise ArgumentError(f"{name} must be an integer of {limit}, got {value!r}")
     return count
 
 
