@@ -7,6 +7,7 @@ import numbers
 import operator
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "check_alpha",
     "check_beta",
     "check_count",
+    "check_dtypes",
     "check_epsilon",
     "check_flags",
     "check_index",
@@ -51,8 +53,18 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     except TypeError:
         count = least - 1
     if not least <= count < 1 << 48:
-        raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+        limit = f"at least {least}" if count < least else "less than 2**48"
+        raise ArgumentError(f"{name} must be an integer of {limit}, got {value!r}")
     return count
+
+
+def check_dtypes(dtypes: Any, where: str = "") -> Mapping[str, Any] | None:
+    """Return ``dtypes`` if it is a mapping or None; ``where`` says in an error which of several it is."""
+    if not isinstance(dtypes, Mapping | None):
+        raise SpecMismatchError(
+            f"dtypes{where} must be a dict such as find_buffer_dtypes returns, {{'elem_type': ...}}; got {dtypes!r}"
+        )
+    return dtypes
 
 
 def check_number(value: Any, name: str) -> float:

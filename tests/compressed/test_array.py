@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from sb3_extra_buffers.compressed import CompressedArray, find_buffer_dtypes
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     CodecLevelError,
     CodecOptionError,
     ExtraBuffersError,
@@ -297,6 +299,24 @@ def test_values_that_fit_are_taken_from_any_dtype() -> None:
     assert np.isnan(floats[0, 0])
     floats[1] = np.array([1 + 0j, 2**24])
     np.testing.assert_array_equal(floats[1], [1, 2**24])
+
+
+def test_torch_decodes_the_array_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, dense = both(n_steps=5)
+    monkeypatch.setattr(CompressedArray, "__getitem__", lambda *_: pytest.fail("read number by number"))
+    for convert in (torch.as_tensor, torch.tensor, torch.utils.dlpack.from_dlpack):
+        tensor = convert(array)
+        assert tensor.dtype == torch.uint8
+        np.testing.assert_array_equal(tensor.numpy(), dense)
+    assert array.__dlpack_device__() == dense.__dlpack_device__()
+    with pytest.raises(BufferError, match="without a copy"):
+        array.__dlpack__(copy=False)
+
+
+@pytest.mark.parametrize("shape", [-1, (5, -1), (2.5,), (True,)])
+def test_axes_must_be_counts(shape: Any) -> None:
+    with pytest.raises(ArgumentError, match="every axis of shape must be an integer of at least 0, got"):
+        CompressedArray(shape, (4, 12, 11))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,12 @@ from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 
 import sb3_extra_buffers.compressed as module
-from sb3_extra_buffers.compressed import compressed
+from sb3_extra_buffers.compressed import (
+    CompressedArray,
+    CompressedReplayBuffer,
+    CompressedRolloutBuffer,
+    compressed,
+)
 from sb3_extra_buffers.errors import (
     AlgorithmMismatchError,
     ArgumentError,
@@ -208,3 +213,25 @@ def test_options_of_a_method_are_not_for_vectors(name: str, method: Any) -> None
 def test_methods_are_for_keys_that_exist(name: str, method: Any, match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         getattr(module, name)(10, IMAGE_AND_VECTOR, ACTIONS["discrete"], device="cpu", compression_method=method)
+
+
+@pytest.mark.parametrize("name", DICT_CLASSES)
+@pytest.mark.parametrize(
+    ("dtypes", "match"),
+    [
+        (np.uint8, "^dtypes must be a dict"),
+        ({"image": np.uint8}, "^dtypes of key 'image' must be a dict"),
+        ({"imgae": {"elem_type": np.uint8}}, "dtypes has a dtype for 'imgae', but .* 'image', 'speed'"),
+    ],
+)
+def test_dtypes_are_mappings_for_keys_that_exist(name: str, dtypes: Any, match: str) -> None:
+    with pytest.raises((ArgumentError, SpecMismatchError), match=match):
+        getattr(module, name)(10, IMAGE_AND_VECTOR, ACTIONS["discrete"], device="cpu", dtypes=dtypes)
+
+
+@pytest.mark.parametrize("make", [CompressedReplayBuffer, CompressedRolloutBuffer, GpuReplayBuffer, GpuRolloutBuffer])
+def test_dtypes_are_a_mapping(make: Any) -> None:
+    with pytest.raises(SpecMismatchError, match=r"^dtypes must be a dict such as find_buffer_dtypes returns"):
+        make(10, VECTOR, DISCRETE, device="cpu", dtypes=np.uint8)
+    with pytest.raises(SpecMismatchError, match=r"^dtypes must be a dict"):
+        CompressedArray(10, (24, 24, 3), dtypes=np.uint8)  # type: ignore[arg-type]  # on purpose

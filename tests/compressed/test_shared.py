@@ -323,8 +323,10 @@ def test_sharing_can_be_stopped_and_started_again() -> None:
     case.add(20)
     reader = SharedReader.open(case.buffer.share())
     live = [reader.is_live]
+    assert repr(reader) == f"SharedReader({reader.name!r}, live)"
     case.buffer.stop_sharing()
     assert [*live, reader.is_live] == [True, False]
+    assert repr(reader) == f"SharedReader({reader.name!r}, ended)"
     with pytest.raises(OwnerEndedError, match="stopped sharing"):
         reader.sample(4)
     with pytest.raises(OwnerEndedError):

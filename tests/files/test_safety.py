@@ -21,6 +21,7 @@ import pytest
 
 from sb3_extra_buffers.compressed import CompressedArray, CompressedPrioritizedReplayBuffer, CompressedReplayBuffer
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     DamagedFileError,
     ExtraBuffersError,
     FileFormatError,
@@ -406,6 +407,11 @@ def test_repair_cuts_priorities_with_their_steps(tmp_path: Path) -> None:
     with pytest.raises(DamagedFileError):
         load(tmp_path / "saved")
 
+    (tmp_path / "link").symlink_to("saved")
+    for target in ("saved", "link"):
+        with pytest.raises(ArgumentError, match="cannot be repaired in place"):
+            repair(tmp_path / "saved", tmp_path / target)
+    assert path.read_bytes() == saved
     report = repair(tmp_path / "saved", tmp_path / "repaired")
     found = load(tmp_path / "repaired")
 

@@ -547,8 +547,11 @@ def test_loading_something_else_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "folder" / "checkpoint" / "manifest.json").unlink()
     with pytest.raises(DamagedFileError, match=r"manifest.json is missing; repair\(\) may"):
         load(tmp_path / "folder" / "checkpoint")
-    repair(tmp_path / "folder" / "checkpoint", tmp_path / "repaired")
+    report = repair(tmp_path / "folder" / "checkpoint", tmp_path / "repaired")
     assert_same(buffer, load(tmp_path / "repaired"))
+    assert report.n_steps == len(buffer)
+    save(make_array(7)[0], tmp_path / "array")
+    assert repair(tmp_path / "array", tmp_path / "repaired array").n_steps == 7 * N_ENVS
 
 
 def test_a_missing_data_file_is_named(saved: tuple[Any, Any, Path]) -> None:

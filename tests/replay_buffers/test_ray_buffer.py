@@ -25,12 +25,14 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     CorruptPayloadError,
     DamagedFileError,
     FileFormatError,
     FileWriteError,
     ServiceLostError,
     SpecMismatchError,
+    UnknownCodecError,
 )
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import read_journal
@@ -393,6 +395,23 @@ def wait_for(condition: Any, seconds: float = 90) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_buffer_that_cannot_start_says_why(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(UnknownCodecError, match="made-up"):
+        CompressedRayReplayBuffer(100, compression_method="made-up")
+    with pytest.raises(ArgumentError, match="max_size"):
+        CompressedRayReplayBuffer(0)
+    saved = service(tmp_path, size=50)
+    saved.extend(trajectory(20))
+    saved.checkpoint()
+    buffer = CompressedRayReplayBuffer(100, folder=tmp_path, remote_config={"num_cpus": 0})
+    for _ in range(2):
+        with pytest.raises(ServiceLostError, match=r"could not start: .* max_size=50, but this one has max_size=100$"):
+            len(buffer)
+    assert repr(buffer) == "CompressedRayReplayBuffer(100 items at most, held by another process)"
+    buffer.close()
 
 
 @pytest.mark.slow

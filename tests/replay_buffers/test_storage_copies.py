@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ pytest.importorskip("torchrl")
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
+from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.replay_buffers import CompressedEmbodiedReplay
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
 from tests.replay_buffers.trajectories import assert_same, trajectory
 
 N_ITEMS = 24
@@ -154,3 +158,26 @@ def test_arrays_and_lists_as_cursors() -> None:
     storage.set([3, 5, 3], data[[7, 8, 9]])
     assert storage._last_cursor_index == 3
     assert_same(storage.get([3, 5]), data[[9, 8]])
+
+
+@pytest.mark.parametrize("kind", ["storage", "experience", "embodied"])
+def test_what_is_intact_is_repaired_to_itself(tmp_path: Path, kind: str) -> None:
+    data, saved = trajectory(40), tmp_path / "saved"
+    if kind == "storage":
+        storage = CompressedStorage(100)
+        storage.set(range(40), data)
+        storage.dumps(saved)
+    elif kind == "experience":
+        memory = ReplayBuffer(torch.device("cpu"), torch.device("cpu"), 100, storage="compressed")
+        memory.add_batch(data)
+        files.save(memory, saved)
+    else:
+        replay = CompressedEmbodiedReplay(length=5, capacity=100, directory=saved)
+        for number in range(40):
+            replay.add({"image": np.full((12, 12, 3), number, np.uint8), "is_first": number == 0, "is_last": False})
+        replay.save()
+
+    report = files.repair(saved, tmp_path / "repaired")
+    assert (report.n_steps, report.n_lost, report.findings) == (40, 0, [])
+    assert list(files.verify(tmp_path / "repaired")) == []
+    assert len(files.load(tmp_path / "repaired")) == (36 if kind == "embodied" else 40)

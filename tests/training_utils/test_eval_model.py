@@ -10,6 +10,7 @@ import pytest
 from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import FakeImageEnv
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
@@ -245,3 +246,16 @@ def test_invalid_arguments_raise() -> None:
         eval_model(ConstantModel(), make_counting_envs(), 0)
     with pytest.raises(EnvironmentOptionError, match="ConstantModel has no replay buffer"):
         warm_up(ConstantModel(), make_counting_envs())
+
+
+def test_environments_that_sb3_wraps_are_those_of_the_model() -> None:
+    env = make_vec_env(lambda: FakeImageEnv(screen_height=36, screen_width=36, n_channels=1))  # channels last
+    model = DQN("CnnPolicy", env, buffer_size=20, device="cpu", replay_buffer_class=CompressedReplayBuffer, seed=0)
+
+    with pytest.raises(SpecMismatchError, match=r"if it is the model's, pass model\.get_env\(\)"):
+        warm_up(model, env, progress_bar=False)
+    wrapped = model.get_env()
+    assert wrapped is not None
+    warm_up(model, wrapped, progress_bar=False)
+    assert model.replay_buffer is not None
+    assert model.replay_buffer.full

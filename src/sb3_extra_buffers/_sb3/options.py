@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch as th
 
-from sb3_extra_buffers.arguments import parse_bytes
+from sb3_extra_buffers.arguments import check_dtypes, parse_bytes
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError
 from sb3_extra_buffers.stores.choice import add_preference, choose_unseen
@@ -91,14 +91,19 @@ class StorageOptions:
         object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
 
     def check_keys(self, keys: Collection[str]) -> None:
-        """Raise if `compression_method` has a key that the observations do not have."""
-        methods = self.compression_method
-        unknown = [] if isinstance(methods, str) else [key for key in methods if key not in keys]
-        if unknown:
-            raise ArgumentError(
-                f"compression_method has a method for {', '.join(map(repr, unknown))}, "
-                f"but the keys of the observations are {', '.join(map(repr, keys))}"
-            )
+        """Raise if `compression_method` or `dtypes` has a key that the observations do not have."""
+        methods, dtypes = self.compression_method, check_dtypes(self.dtypes) or {}
+        per_key = {
+            "compression_method has a method": () if isinstance(methods, str) else methods,
+            "dtypes has a dtype": () if dtypes.keys() & {"elem_type", "runs_type"} else dtypes,
+        }
+        for what, given in per_key.items():
+            unknown = [key for key in given if key not in keys]
+            if unknown:
+                raise ArgumentError(
+                    f"{what} for {', '.join(map(repr, unknown))}, "
+                    f"but the keys of the observations are {', '.join(map(repr, keys))}"
+                )
 
     def method_for(self, key: str, spec: ObsSpec) -> str:
         """The method for one key, ``""`` for a Box; a single method for a Dict applies to its images."""
@@ -122,10 +127,10 @@ class StorageOptions:
 
     def stored_dtype(self, key: str, spec: ObsSpec) -> np.dtype[Any]:
         """The dtype to store observations of ``spec`` in: ``elem_type`` if it is smaller, else that of the space."""
-        dtypes = self.dtypes
+        dtypes = check_dtypes(self.dtypes)
         if dtypes is not None and key:
             if "elem_type" not in dtypes:
-                dtypes = dtypes.get(key)
+                dtypes = check_dtypes(dtypes.get(key), f" of key {key!r}")
             elif len(spec.shape) < 2:
                 dtypes = None  # a single mapping for a Dict applies to its images
         elem_type = None if dtypes is None else dtypes.get("elem_type")

@@ -318,6 +318,9 @@ class SharedReader:
         """Open a buffer that another process shares, by ``name`` or handle; ``seed`` is the seed of the generator."""
         return cls(name.name if isinstance(name, SharedHandle) else name, seed)
 
+    def __repr__(self) -> str:
+        return f"SharedReader({self.name!r}, {'live' if self.is_live else 'ended'})"
+
     @property
     def name(self) -> str:
         """The name of the shared buffer."""

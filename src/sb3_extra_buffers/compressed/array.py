@@ -32,7 +32,7 @@ class CompressedArray(StoreView, SavedAsFolder):
 
     An array-like, not a subclass of ``ndarray``: it is indexed and assigned to like an array, has the usual methods,
     such as `mean`, `min`, `astype` and `tolist`, and is accepted by NumPy's functions. Reading decodes into new
-    arrays; ``np.asarray(array)`` decodes everything, for example for ``torch.from_numpy``.
+    arrays; ``np.asarray(array)`` and ``torch.as_tensor(array)`` decode everything.
 
     The first axis is time: consecutive observations are expected to be similar. Every index of the other leading axes
     is a stream of its own, such as an environment.
@@ -78,6 +78,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         if storage not in ("memory", "mmap") or (storage == "mmap" and path is None):
             raise ArgumentError(f"storage must be 'memory', or 'mmap' with the path of a folder; got {storage!r}")
         lead = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        lead = tuple(check_count(length, "every axis of shape", 0) for length in lead)
         per_obs = (obs_shape,) if isinstance(obs_shape, (int, np.integer)) else tuple(obs_shape)
         spec = ObsSpec(per_obs, element_dtype(dtype, dtypes))
         options = add_preference(prefer, compression_kwargs, compression_method)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.arguments import check_dtypes
 from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
@@ -178,7 +179,7 @@ def has_lz4() -> bool:
 
 def element_dtype(dtype: npt.DTypeLike | None, dtypes: Mapping[str, Any] | None) -> np.dtype[Any]:
     """Return the dtype given as ``dtype`` or ``dtypes["elem_type"]``; uint8 by default."""
-    elem_type = None if dtypes is None else dtypes.get("elem_type")
+    elem_type = (check_dtypes(dtypes) or {}).get("elem_type")
     if dtype is None:
         return np.dtype(np.uint8 if elem_type is None else elem_type)
     if elem_type is not None and np.dtype(dtype) != np.dtype(elem_type):

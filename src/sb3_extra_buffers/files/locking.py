@@ -26,8 +26,8 @@ class FolderLock(disk.OpenFile):
         except OSError:
             self.close()
             raise FolderInUseError(
-                11, f"another buffer is writing to {folder}; close it or end its process first, open it with mode='r' "
-                "to read, or load() it to work on a copy",
+                11, f"another buffer is writing to {folder}; drop it (del) or end its process first, open the folder "
+                "with mode='r' to read, or load() it to work on a copy",
             ) from None  # fmt: skip
         _locks.add(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError
+from sb3_extra_buffers.errors import ArgumentError, DamagedFileError, ExtraBuffersError
 from sb3_extra_buffers.files import manifest, registry
 from sb3_extra_buffers.files.parts import Cut, LoadedParts
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
@@ -58,7 +59,7 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
 
     Args:
         path: The damaged folder or file.
-        target: Where to save what is intact.
+        target: Where to save what is intact; another path than ``path``.
         cls: The class to load; ``None`` for the one that was saved.
 
     Examples:
@@ -70,6 +71,10 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
         []
     """
     source, findings = Path(path), list[str]()
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ArgumentError(
+            f"{source} cannot be repaired in place, which would lose what is damaged; pass a new target"
+        )
     first_error: ExtraBuffersError | None = None
     for record in islice(_states(source, findings), _MAX_STATES):
         report = Repair(Path(target))
@@ -137,9 +142,17 @@ def _replay_intact(saved: SavedParts, loaded: Any, report: Repair) -> Any:
             replay(loaded, saved.journal)
         except DamagedFileError as error:
             report.findings.append(f"{error}; the steps before it are kept")
-    if not isinstance(loaded, StoreView) and hasattr(loaded, "n_envs"):
-        report.n_steps = loaded.size() * loaded.n_envs
+    report.n_steps = _count(loaded)
     return loaded
+
+
+def _count(loaded: Any) -> int:
+    """Steps of all environments, or observations of an array; 0 for what has neither."""
+    if isinstance(loaded, StoreView):
+        return math.prod(loaded.lead_shape)
+    if hasattr(loaded, "memory_usage"):
+        return int(loaded.memory_usage().transitions)
+    return len(loaded) if hasattr(loaded, "__len__") else 0
 
 
 def _copy_observations(store: ObservationStore, batches: list[Array]) -> ObservationStore:

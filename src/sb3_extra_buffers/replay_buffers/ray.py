@@ -251,7 +251,11 @@ def fetch(reference: Any) -> Any:
     try:
         return ray.get(reference)
     except RayActorError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        if "creation task" in lines[0]:
+            # the last line is the error in the actor's constructor
+            raise ServiceLostError(f"the process that holds the buffer could not start: {lines[-1]}") from error
+        reason = lines[0]
         raise ServiceLostError(
             f"the process that holds the buffer has ended or cannot be reached ({reason}). If the buffer had a folder, "
             "create a CompressedRayReplayBuffer with the same folder to load what was saved; otherwise it is lost"
@@ -319,9 +323,11 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         config: dict[str, Any] = {"num_cpus": 1, "concurrency_groups": THREADS}
         if folder is not None:
             config |= {"max_restarts": -1, "max_task_retries": -1}
+        make_storage = partial(CompressedStorage, max_size, n_envs=n_envs, compression_method=compression_method)
+        make_storage()  # wrong arguments raise here rather than in the actor
         super().__init__(
             replay_buffer_cls=ActorService,
-            storage=partial(CompressedStorage, max_size, n_envs=n_envs, compression_method=compression_method),
+            storage=make_storage,
             sampler=sampler,
             batch_size=batch_size,
             folder=None if folder is None else os.path.abspath(folder),
@@ -332,6 +338,7 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
             transport="ray",
             **kwargs,
         )
+        self._max_size = max_size
         self._client_options: dict[str, Any] = {
             "prefetch": prefetch,
             "max_pending": max_pending,
@@ -339,6 +346,10 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
             "n_envs": n_envs,
         }
         self._client = self.client()
+
+    def __repr__(self) -> str:
+        # TorchRL's shows the parts of the buffer, which are in the actor
+        return f"{type(self).__name__}({self._max_size:,} items at most, held by another process)"
 
     @property
     def actor(self) -> Any:

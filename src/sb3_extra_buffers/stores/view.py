@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BYTE = np.dtype(np.uint8)
+# the CPU's number in DLPack
+_CPU = (1, 0)
 
 
 class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
@@ -134,6 +136,15 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError("compressed observations cannot be converted to an array without a copy")
         array = self._read(self._table())
         return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        # without this, torch.as_tensor would read number by number
+        if options.get("copy") is False:
+            raise BufferError("compressed observations cannot be converted to a tensor without a copy")
+        return self.__array__().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         plain = [np.asarray(value) if isinstance(value, StoreView) else value for value in inputs]
@@ -377,7 +388,10 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         wanted = tuple(as_integers(wanted, "the axes of a shape"))
         lead, tail = wanted[: len(wanted) - len(self.obs_shape)], wanted[len(wanted) - len(self.obs_shape) :]
         if len(wanted) < len(self.obs_shape) or tail != self.obs_shape:
-            raise SpecMismatchError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
+            raise SpecMismatchError(
+                f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}; reshape "
+                "np.asarray(array), a decoded copy"
+            )
         try:
             return self._with_indices(self._table().reshape(lead))
         except ValueError as problem:

@@ -101,7 +101,8 @@ class TimedBuffers:
             if space != env.observation_space:
                 raise SpecMismatchError(
                     f"buffer {name!r} is for observations of {space}, but the environments have "
-                    f"{env.observation_space}; create it with env.observation_space"
+                    f"{env.observation_space}; create it with env.observation_space or, if it is the model's, pass "
+                    "model.get_env(), which SB3 has wrapped"
                 )
 
     def add(self, transition: Transition) -> None:
