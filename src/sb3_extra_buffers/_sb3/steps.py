@@ -108,7 +108,7 @@ def fit_truncations(infos: Any, n_envs: int) -> Any:
             f"infos must be a list of {n_envs} dicts, with a bool as 'TimeLimit.truncated': {problem}"
         ) from problem
     if len(truncated) != n_envs and len(truncated) != 1:
-        raise SpecMismatchError(f"got {len(infos)} infos for {n_envs} environments; check n_envs")
+        raise SpecMismatchError(f"got {len(truncated)} infos for {n_envs} environments; check n_envs")
     if type(truncated) is not list:
         check_flags(truncated, "'TimeLimit.truncated'")
     return truncated
