@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from sb3_extra_buffers.arguments import as_array, cast, check_flags
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 
 __all__ = [
+    "as_list",
     "fit_actions",
     "fit_column",
     "fit_flags",
@@ -95,6 +97,11 @@ def fit_flags(values: Any, n_envs: int, name: str) -> Array:
     flags = fit_column(values, n_envs, name)
     check_flags(flags, name)
     return flags
+
+
+def as_list(infos: Any) -> Any:
+    """Return ``infos``, which may be read more than once, as a list if they are an iterator."""
+    return list(infos) if isinstance(infos, Iterator) else infos
 
 
 def fit_truncations(infos: Any, n_envs: int) -> Any:
