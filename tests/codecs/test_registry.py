@@ -63,6 +63,13 @@ def test_parse_method(method: str, name: str, level: int | None) -> None:
     assert parse_method(method) == (name, level)
 
 
+@pytest.mark.parametrize("method", [None, 1, b"zstd", ["zstd"]])
+def test_methods_that_are_not_strings(method: Any) -> None:
+    for use in (parse_method, get_codec):
+        with pytest.raises(UnknownCodecError, match="must be a string, got"):
+            use(method)
+
+
 LEVELS: list[tuple[str, list[int], list[int], str]] = [
     ("gzip", [0, 1, 6, 9], [-1, 10], "0..9"),
     ("igzip", [0, 1, 2, 3], [-1, 4], "0..3"),

@@ -236,6 +236,7 @@ class TestBadInput:
         "reward": lambda step: step._replace(reward=np.zeros(2)),
         "done": lambda step: step._replace(done=np.zeros((3, 3))),
         "infos": lambda step: step._replace(infos=[{}, {}]),
+        "iterator of infos": lambda step: step._replace(infos=iter([{}, {}])),
     }
 
     @pytest.mark.parametrize("name", ["frames first", "multi binary"])

@@ -92,6 +92,18 @@ def test_windows_equal_a_list_of_transitions(name: str, kind: str, data: Any) ->
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(0,), (4, 0, 7)])
+def test_windows_of_observations_without_elements(shape: tuple[int, ...], gpu: bool) -> None:
+    buffer = make(spaces.Box(0, 255, shape, np.uint8), size=20, gpu=gpu)
+    obs = np.zeros((2, *shape), np.uint8)
+    for step in range(30):
+        buffer.add(obs, obs, np.zeros(2), np.full(2, step), np.full(2, step % 7 == 0), [{}, {}])
+    for frames in ("stacked", "newest"):
+        batch = buffer.sample_sequences(4, 5, frames=frames, n_steps=2, episode_end="continue")
+        assert batch.observations.shape == batch.next_observations.shape == (4, 5, *shape)
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("shape", [(3,), (16, 20)])
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
 def test_windows_of_wide_unsigned_integers(dtype: Any, shape: tuple[int, ...], gpu: bool) -> None:

@@ -83,6 +83,20 @@ def test_storage_mmap_creates_the_folder(tmp_path: Path) -> None:
     assert buffer.observations.store.inner.heap.file.parent == tmp_path / "live"
 
 
+def test_infos_may_be_an_iterator(tmp_path: Path) -> None:
+    """They are read twice: for the buffer and for the journal."""
+    buffer = CompressedReplayBuffer(20, BOX, ACTIONS, device="cpu", n_envs=2, storage="mmap", path=tmp_path / "live")
+    obs: Any = np.zeros((2, *BOX.shape), BOX.dtype)
+    step = obs, obs, np.zeros((2, 1)), np.zeros(2), np.ones(2)
+    infos: list[dict[str, Any]] = [{"TimeLimit.truncated": True}, {}]
+    buffer.add(*step, iter(infos))  # type: ignore[arg-type]
+    buffer.extend(*([part] for part in step), [iter(infos)])
+    assert buffer.timeouts[:2].tolist() == [[1, 0], [1, 0]]
+    found = load(tmp_path / "live")
+    assert found.size() == 2
+    np.testing.assert_array_equal(found.timeouts, buffer.timeouts)
+
+
 @pytest.mark.parametrize("space", [BOX, spaces.Box(-1, 1, (3,), np.float32)], ids=["images", "vectors"])
 def test_a_step_that_is_recorded_but_interrupted_is_neither_in_the_folder_nor_in_the_buffer(
     space: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.files import disk, load, load_file, manifest, open_saved, repair, save, save_file, verify
 from sb3_extra_buffers.files.checksums import crc32_function
+from tests.contracts.store import method_params
 from tests.files.filing import (
     ACTIONS,
     BOX,
@@ -180,6 +181,17 @@ def test_arrays_are_saved_loaded_and_opened(method: str, tmp_path: Path) -> None
     with pytest.raises(ReadOnlyBufferError):
         opened[3] = truth[7]
     np.testing.assert_array_equal(loaded[3], truth[7])
+
+
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "scroll", "scroll2", "camera"))
+def test_observations_of_zeros_are_opened(method: str, tmp_path: Path) -> None:
+    """No frame is stored for them."""
+    array = CompressedArray(40, (4, 12, 12), np.uint8, compression_method=method)
+    array[...] = 0
+    array.save(tmp_path / "saved")
+    opened = CompressedArray.open(tmp_path / "saved")
+    np.testing.assert_array_equal(opened, array)
+    np.testing.assert_array_equal(opened[7], array[7])
 
 
 def test_a_store_without_a_chosen_method_is_saved_as_such(tmp_path: Path) -> None:

@@ -120,6 +120,23 @@ def test_samples_with_ndim_2_equal_those_of_a_tensor_storage(sampler: str) -> No
     assert_same(ours.storage[2:7, 1], theirs.storage[2:7, 1])
 
 
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_items_without_elements(ndim: int, tmp_path: Path) -> None:
+    """Such as a list of objects that is empty in this task."""
+    ours, theirs = pair(30, ndim=ndim)
+    lead = (3, 4) if ndim == 2 else (12,)
+    leaves = {"objects": torch.zeros(*lead, 0), "masks": torch.zeros(*lead, 4, 0, 7, dtype=torch.uint8)}
+    for number in range(6):
+        data = TensorDict({**leaves, "number": torch.full(lead, number)}, batch_size=lead)
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+        same_samples(ours, theirs)
+    ours.dumps(tmp_path)
+    again, _ = pair(30, ndim=ndim)
+    again.loads(tmp_path)
+    same_samples(again, theirs)
+
+
 @pytest.mark.parametrize("method", ["auto", "delta"])
 def test_writes_with_ndim_2_read_back(method: str) -> None:
     ours, theirs = pair(90, ndim=2, compression_method=method)

@@ -259,6 +259,15 @@ def test_update_writes_back_and_skips_evicted_steps() -> None:
     assert {int(n) for n in after["number"][changed]} == {int(n) for n in old["number"][written]}
 
 
+def test_keys_without_elements_can_be_updated() -> None:
+    replay = CompressedEmbodiedReplay(4, 20)
+    for number in range(10):
+        replay.add({**make_step(0, number), "objects": np.zeros((0, 3), np.float32)}, 0)
+    batch = replay.sample(3)
+    assert batch["objects"].shape == (3, 4, 0, 3)
+    assert replay.update({"stepid": batch["stepid"], "objects": batch["objects"]}).all()
+
+
 def test_updates_of_another_replay_are_refused() -> None:
     ours, _ = filled(20)
     theirs, _ = filled(20)

@@ -122,6 +122,20 @@ def test_windows_of_items_are_sent_as_they_are_stored() -> None:
     assert_same(decode_packet(flat, window=4), expected.reshape(-1))
 
 
+@pytest.mark.parametrize("compress", [True, False])
+def test_items_without_elements_are_sent_and_filed(compress: bool) -> None:
+    leaves = {"objects": torch.zeros(40, 0), "masks": torch.zeros(40, 4, 0, 7, dtype=torch.uint8)}
+    data = TensorDict({**leaves, "number": torch.arange(40)}, batch_size=[40])
+    storage = CompressedStorage(80)
+    storage.set(range(40), data)
+    positions = np.arange(3, 9)
+    assert_same(decode_packet(export_items(storage.table, positions, compress=compress)), data[3:9])
+    packet = parse_packet(PacketEncoder(compress=compress).encode(data))
+    assert isinstance(packet, ItemPacket)
+    import_items(storage.table, np.arange(40, 80), packet)
+    assert_same(TensorDict(storage.table.read(np.arange(40, 80)), batch_size=[40]), data)
+
+
 @pytest.mark.parametrize("method", ["auto", "delta", "gzip"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_packets_are_filed_in_storages(settings: dict[str, Any], method: str) -> None:

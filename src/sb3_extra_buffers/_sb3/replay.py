@@ -21,7 +21,7 @@ from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.frame_steps import FrameSteps
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags, fit_truncations, step_numbers
+from sb3_extra_buffers._sb3.steps import as_list, fit_actions, fit_column, fit_flags, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import check_count, check_number
@@ -313,6 +313,8 @@ class ReplayMixin(BudgetMixin, _Base):
                 self._unfinished = HELD
                 if self._raw:
                     self._prepare_raw()
+                if type(infos) is not list:
+                    infos = as_list(infos)
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 folder = self.mmap_folder
                 if folder is not None:
@@ -442,6 +444,7 @@ class ReplayMixin(BudgetMixin, _Base):
             raise SpecMismatchError(f"extend() takes arrays with the same number of steps: {problem}") from problem
         if len(args) != 6:
             raise SpecMismatchError(f"extend() takes the six arguments of add(), got {len(args)}")
+        steps = [(*step[:5], as_list(step[5])) for step in steps]
         fitted = [(self._fit_step(*step), step[5]) for step in steps]
         for (_, _, _, obs, next_obs, action, reward, done, _, _), infos in fitted:
             # these arguments are converted already, so `add` takes its fast path

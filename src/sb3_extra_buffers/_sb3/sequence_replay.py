@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -116,7 +117,7 @@ class SequenceMixin(Sequences, ReplayMixin):
                 array = self._newest.take(array, key, spec, partial(self._newest_images, key))
             lead = array.shape[:2]
             # one leading axis, because normalisation and conversion expect plain batches of observations
-            by_key[key] = array.reshape(-1, *array.shape[2:])
+            by_key[key] = array.reshape(math.prod(lead), *array.shape[2:])
         observations: Any = self._views.as_sb3(by_key)
         if env is not None:
             observations = env.normalize_obs(observations)

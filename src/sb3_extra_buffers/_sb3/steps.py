@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from sb3_extra_buffers.arguments import as_array, cast, check_flags
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 
 __all__ = [
+    "as_list",
     "fit_actions",
     "fit_column",
     "fit_flags",
@@ -97,6 +99,11 @@ def fit_flags(values: Any, n_envs: int, name: str) -> Array:
     return flags
 
 
+def as_list(infos: Any) -> Any:
+    """Return ``infos``, which may be read more than once, as a list if they are an iterator."""
+    return list(infos) if isinstance(infos, Iterator) else infos
+
+
 def fit_truncations(infos: Any, n_envs: int) -> Any:
     """Return whether each environment was truncated, from ``infos`` as vectorised environments return them."""
     try:
@@ -108,7 +115,7 @@ def fit_truncations(infos: Any, n_envs: int) -> Any:
             f"infos must be a list of {n_envs} dicts, with a bool as 'TimeLimit.truncated': {problem}"
         ) from problem
     if len(truncated) != n_envs and len(truncated) != 1:
-        raise SpecMismatchError(f"got {len(infos)} infos for {n_envs} environments; check n_envs")
+        raise SpecMismatchError(f"got {len(truncated)} infos for {n_envs} environments; check n_envs")
     if type(truncated) is not list:
         check_flags(truncated, "'TimeLimit.truncated'")
     return truncated

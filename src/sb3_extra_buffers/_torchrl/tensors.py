@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,17 @@ import torch
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
 
-__all__ = ["CPU", "as_rows", "as_tensor", "dtype_name", "numpy_dtype", "parse_tensor_dtype", "tensor_spec", "to_numpy"]
+__all__ = [
+    "CPU",
+    "as_rows",
+    "as_tensor",
+    "dtype_name",
+    "flatten_lead",
+    "numpy_dtype",
+    "parse_tensor_dtype",
+    "tensor_spec",
+    "to_numpy",
+]
 
 CPU = torch.device("cpu")
 
@@ -70,8 +81,14 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype, device: torch.device 
 
 def as_rows(spec: ObsSpec, tensor: torch.Tensor) -> ByteRows:
     """Return a tensor of shape ``(*lead, *spec.shape)`` as one row of bytes per observation."""
-    rows: ByteRows = to_numpy(tensor).reshape(-1, math.prod(spec.shape)).view(np.uint8)
+    array = to_numpy(flatten_lead(tensor, spec.shape))
+    rows: ByteRows = array.reshape(len(array), math.prod(spec.shape)).view(np.uint8)
     return rows
+
+
+def flatten_lead(tensor: torch.Tensor, row_shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of shape ``(*lead, *row_shape)`` with one leading axis; rows may have no elements."""
+    return tensor.reshape(math.prod(tensor.shape[: tensor.ndim - len(row_shape)]), *row_shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

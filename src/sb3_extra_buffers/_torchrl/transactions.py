@@ -22,6 +22,7 @@ from sb3_extra_buffers._torchrl.indexing import Positions, is_on_gpu, keep_last
 from sb3_extra_buffers._torchrl.packet_group import whole_packet
 from sb3_extra_buffers._torchrl.schema import Key, leaf_items
 from sb3_extra_buffers._torchrl.table import ItemTable
+from sb3_extra_buffers._torchrl.tensors import flatten_lead
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.transfer import RowPacket
 
@@ -87,7 +88,7 @@ class PendingWrite:
             if shape is not None:
                 value = _broadcast(value, (*shape, *row_shape))
             if value.ndim != 1 + len(row_shape):
-                value = value.reshape(-1, *row_shape)
+                value = flatten_lead(value, row_shape)
             return value if last is None else value[torch.from_numpy(last).to(value.device)]
 
         for key, leaf in table.dense.items():

@@ -27,7 +27,7 @@ from sb3_extra_buffers._torchrl.schema import (
     non_tensor_keys,
 )
 from sb3_extra_buffers._torchrl.table import ItemTable
-from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor, dtype_name, tensor_spec, to_numpy
+from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor, dtype_name, flatten_lead, tensor_spec, to_numpy
 from sb3_extra_buffers._torchrl.wire_header import CODECS, MAX_BYTES, MAX_ITEMS, PacketHeader, require
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ObsSpec
@@ -421,12 +421,12 @@ def import_items(table: ItemTable, positions: Positions, packet: ItemPacket) -> 
             for key, part in zip(keys, rows.read(), strict=True):
                 dense[key] = _tensor(part, rows.spec, dtype)
     for group in by_keys.values():
-        tensors = [dense.pop(key).reshape(-1, *group.spec.shape) for key in group.keys]
+        tensors = [flatten_lead(dense.pop(key), group.spec.shape) for key in group.keys]
         group.write(positions, [group.stage(tensor) for tensor in tensors])
     index = torch.from_numpy(positions)
     for key, value in dense.items():
         leaf = table.dense[key]
-        leaf[index.to(leaf.device)] = value.reshape(-1, *leaf.shape[1:]).to(leaf.device)
+        leaf[index.to(leaf.device)] = flatten_lead(value, leaf.shape[1:]).to(leaf.device)
 
 
 def _tensor(rows: npt.NDArray[np.uint8], spec: ObsSpec, dtype: torch.dtype) -> torch.Tensor:

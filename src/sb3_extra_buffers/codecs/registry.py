@@ -74,6 +74,8 @@ _AUTO = "auto"
 
 def parse_method(method: str) -> tuple[str, int | None]:
     """Split ``"zstd-5"`` into ``("zstd", -5)``; for ``"zstd"`` and ``"palette:zstd-5"``, the level is ``None``."""
+    if not isinstance(method, str):
+        raise UnknownCodecError(f"the compression method must be a string, got {method!r}; 'none' does not compress")
     name, colon, _ = method.partition(":")
     match = _METHOD.fullmatch(method)
     if match is None or colon:

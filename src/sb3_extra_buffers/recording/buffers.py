@@ -19,7 +19,6 @@ from sb3_extra_buffers.errors import (
     FileFormatError,
     NotSaveableError,
     SpecMismatchError,
-    UnknownCodecError,
 )
 from sb3_extra_buffers.recording.base import BaseRecordBuffer
 from sb3_extra_buffers.stores.checks import entry, require, whole
@@ -94,8 +93,6 @@ class RecordBuffer(BaseRecordBuffer):
         self._frames = self._make_frames((self.ch_num, *self.res), compression_method, self.compression_kwargs)
 
     def _make_frames(self, shape: tuple[int, ...], method: str, options: dict[str, Any]) -> StoreView:
-        if not isinstance(method, str):
-            raise UnknownCodecError(f"compression_method must be the name of a method, got {method!r}")
         store = ObservationStore(ObsSpec(shape, self.dtype), 1, method, codec_options(method, options, None))
         return StoreView(store, (self.size,))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -400,7 +401,7 @@ class CompressedEmbodiedReplay(WindowStore):
             if array.shape != (*lead, *column.shape[1:]):
                 raise SpecMismatchError(f"{key} has shape {array.shape}, expected {(*lead, *column.shape[1:])}")
             array = array if array.dtype == column.dtype else cast(array, column.dtype, key)
-            checked.append((column, array.reshape(-1, *column.shape[1:])))
+            checked.append((column, array.reshape(math.prod(lead), *column.shape[1:])))
         return checked
 
     # ---- files ----

@@ -548,9 +548,11 @@ class SegmentStore(PortableSegmentStore):
     def _unpacked(self, frame_ids: FrameIds, sets: Indices) -> tuple[FrameState, FrameIds, Indices]:
         """Tables, frame ids and indices of the same frames, in which every segment is decompressed."""
         state, per = self.state, self.per_segment
-        ids = frame_ids[sets] - 1
-        segments, inverse = np.unique(ids // per, return_inverse=True)
-        sealed = np.flatnonzero((segments >= 0) & (state.lengths[segments] > 0))
+        ids = frame_ids[sets].reshape(sets.size, frame_ids.shape[1])
+        # frames of zeros are in no segment
+        is_held = ids > 0
+        segments, inverse = np.unique((ids[is_held] - 1) // per, return_inverse=True)
+        sealed = np.flatnonzero(state.lengths[segments] > 0)
         payloads = [np.zeros(0, np.uint8)] * len(segments)
 
         def work(first: int, stop: int) -> None:
@@ -562,7 +564,7 @@ class SegmentStore(PortableSegmentStore):
         lengths = np.array([payload.size for payload in payloads], np.int32)
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         # open segments stay where they are
-        opened = (segments >= 0) & (lengths == 0)
+        opened = lengths == 0
         starts[opened] = state.starts[segments[opened]]
         local = state._replace(
             heap=np.concatenate([*payloads, np.zeros(SLACK, np.uint8)]),
@@ -570,8 +572,9 @@ class SegmentStore(PortableSegmentStore):
             lengths=lengths,
             keyframes=state.keyframes[segments],
         )
-        local_ids = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
-        return local, local_ids.reshape(sets.size, frame_ids.shape[1]), np.arange(sets.size).reshape(sets.shape)
+        local_ids = np.zeros_like(ids)
+        local_ids[is_held] = inverse * per + (ids[is_held] - 1) % per + 1
+        return local, local_ids, np.arange(sets.size).reshape(sets.shape)
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes)
