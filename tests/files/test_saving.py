@@ -26,6 +26,7 @@ from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
     FileWriteError,
+    FolderInUseError,
     LayoutError,
     NotSaveableError,
     ReadOnlyBufferError,
@@ -245,6 +246,96 @@ def test_checkpoints_share_files_and_stay_independent(tmp_path: Path) -> None:
     assert_same(old, CompressedReplayBuffer.load(folders[1]))
     assert_same(copies[3], CompressedReplayBuffer.load(folders[3]))
     assert_same(copies[2], CompressedReplayBuffer.load(folders[2]))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files are not locked on Windows")
+def test_checkpoints_that_share_a_file_may_be_saved_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    for _ in range(20):
+        feed.add_to(buffer)
+    for name in ("first", "second"):
+        save(buffer, tmp_path / name, base=tmp_path / "first")
+    first, second = (CompressedReplayBuffer.load(tmp_path / name) for name in ("first", "second"))
+    feed.add_to(first)
+    for _ in range(9):
+        feed.add_to(second)
+
+    meanwhile(monkeypatch, lambda: second.save(tmp_path / "second"))
+    first.save(tmp_path / "first")
+
+    assert_same(first, CompressedReplayBuffer.load(tmp_path / "first"))
+    assert_same(second, CompressedReplayBuffer.load(tmp_path / "second"))
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, do: Any) -> None:
+    """Call ``do`` in the next save, before that writes its data."""
+    write_all = disk.write_all
+
+    def call(descriptor: int, parts: Any) -> None:
+        monkeypatch.setattr(disk, "write_all", write_all)
+        do()
+        write_all(descriptor, parts)
+
+    monkeypatch.setattr(disk, "write_all", call)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot lock folders")
+def test_only_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, feed = BUFFERS["replay"](), BUFFERS["replay-gzip"](), Feed()
+    for buffer in (first, second):
+        feed.add_to(buffer)
+    errors: list[BaseException | None] = []
+
+    def interfere() -> None:
+        with pytest.raises(FolderInUseError, match=r"is saving to .*saved; save again when it has finished") as refused:
+            second.save(tmp_path / "saved")
+        errors.append(refused.value)
+
+    meanwhile(monkeypatch, interfere)
+    first.save(tmp_path / "saved")
+    assert len(errors) == 1
+    assert_same(first, CompressedReplayBuffer.load(tmp_path / "saved"))
+    second.save(tmp_path / "saved")
+    assert_same(second, CompressedReplayBuffer.load(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, feed = BUFFERS["replay"](), BUFFERS["replay"](), Feed()
+    for buffer in (first, second):
+        feed.add_to(buffer)
+    first.save(tmp_path / "saved")
+    read = manifest.read
+
+    def replaced(folder: Path) -> dict[str, Any]:
+        monkeypatch.setattr(manifest, "read", read)
+        record = read(folder)
+        second.save(folder)
+        return record
+
+    monkeypatch.setattr(manifest, "read", replaced)
+    loaded = (open_saved if in_place else load)(tmp_path / "saved")
+
+    np.testing.assert_array_equal(loaded.observations[:1], second.observations[:1])
+
+
+@pytest.mark.parametrize("problem", ["cut", "missing"])
+def test_a_save_does_not_append_to_a_data_file_that_lost_its_contents(
+    problem: str, saved: tuple[Any, Any, Path]
+) -> None:
+    buffer, _, folder = saved
+    path = next(folder.glob("data-*.bin"))
+    if problem == "cut":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+
+    assert not save(buffer, folder).incremental
+    assert_same(buffer, load(folder))
 
 
 def test_data_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
