@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
 
 from sb3_extra_buffers.compressed import (
@@ -379,6 +380,24 @@ def test_a_copy_does_not_append_to_the_save_of_its_original(tmp_path: Path) -> N
     assert_same(twin, CompressedReplayBuffer.load(tmp_path / "saved"))
     buffer.save(tmp_path / "saved")
     assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
+
+
+def test_saving_a_copy_leaves_the_original_to_save_what_is_new(tmp_path: Path) -> None:
+    space = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+    buffer = CompressedReplayBuffer(40, space, spaces.Discrete(5), "cpu", compression_method="delta")
+    rng = np.random.default_rng(0)
+    for turn in range(20):
+        # as another level of a game: the next segments need a new keyframe
+        level = rng.integers(0, 256, (36, 36), np.uint8)
+        for step in range(12):
+            stacks = np.stack([level] * 5)
+            stacks[:, step, turn] = np.arange(5)
+            buffer.add(stacks[None, :4], stacks[None, 1:], np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+        copy.deepcopy(buffer).save(tmp_path / "copy")
+        buffer.save(tmp_path / "saved")
+
+        loaded = CompressedReplayBuffer.load(tmp_path / "saved")
+        np.testing.assert_array_equal(np.asarray(loaded.observations), np.asarray(buffer.observations))
 
 
 def test_priorities_round_trip(tmp_path: Path) -> None:
