@@ -600,6 +600,25 @@ def test_a_read_only_file_system_is_named() -> None:
         BUFFERS["replay"]().save("/proc/saved")
 
 
+def test_an_interrupted_close_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, close = disk.OpenFile(), os.close
+    file.descriptor = disk.create(tmp_path / "first")
+
+    def interrupted(descriptor: int) -> None:
+        close(descriptor)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+    # the system uses the same number again
+    other = disk.create(tmp_path / "second")
+    file.close()
+    assert os.fstat(other)
+    os.close(other)
+
+
 def test_foreign_files_and_folders_are_not_overwritten(tmp_path: Path) -> None:
     buffer = BUFFERS["replay"]()
     (tmp_path / "file").write_text("mine")
