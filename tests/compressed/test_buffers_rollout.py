@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sb3_extra_buffers.compressed import CompressedDictRolloutBuffer, Compressed
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from tests.contracts.buffer import ACTIONS, IMAGES, SPACES, Step, assert_same_rollout, is_same, play, rollouts
 from tests.contracts.store import method_params
+from tests.torture.interrupts import Injector
 
 METHODS = method_params("auto", "delta", "zstd-5", "rle-jit", "igzip1", "none")
 DISCRETE = ACTIONS["discrete"]
@@ -115,6 +117,40 @@ def test_reset_keeps_the_chosen_method() -> None:
     ours.reset()
     assert ours.observations.store is store
     assert ours.memory_usage().codecs == method
+
+
+@pytest.mark.parametrize("name", ["frames first", "dict"])
+def test_an_interrupted_reset_is_complete_or_has_not_begun(name: str) -> None:
+    interrupt_resets(*pair(SPACES[name], 2), list(play(SPACES[name], 2, N_STEPS)))
+
+
+def interrupt_resets(ours: Any, theirs: Any, steps: list[Step], **more: Any) -> None:
+    """Interrupt ``reset`` of a complete rollout at many places, each time after the next rollout was added."""
+    is_dict = isinstance(ours.observations, dict)
+    observations = ours.observations if is_dict else {"": ours.observations}
+    shapes = {key: part.shape for key, part in observations.items()}
+    outcomes = set()
+    for at in range(1, 5000, 29):
+        fill([ours, theirs], steps, **more)
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            ours.reset()
+        ours.recover()  # as any use does first
+        outcomes.add(ours.full)
+        if ours.full:
+            assert_same_rollout(ours, theirs, 7, seed=0)
+        else:
+            theirs.reset()
+            for column in ("pos", "rewards", "actions", "values", *more_columns(theirs)):
+                np.testing.assert_array_equal(getattr(ours, column), getattr(theirs, column))
+            observations = ours.observations if is_dict else {"": ours.observations}
+            assert {key: part.shape for key, part in observations.items()} == shapes
+        if injector.count < at:
+            break
+    assert outcomes == {False, True}
+
+
+def more_columns(buffer: Any) -> list[str]:
+    return [name for name in ("action_masks", "hidden_states_pi", "cell_states_vf") if hasattr(buffer, name)]
 
 
 @pytest.mark.parametrize("method", ["none", "delta"])
@@ -240,6 +276,11 @@ class TestContrib:
             fill(buffers, list(play(SPACES[name], n_envs, N_STEPS, seed)), **self.more(kind, n_envs, 4))
             for epoch, batch_size in enumerate([16, None]):
                 assert_same_rollout(*buffers, batch_size, seed=epoch)
+
+    @pytest.mark.parametrize("kind", ["Maskable", "Recurrent"])
+    def test_an_interrupted_reset_is_complete_or_has_not_begun(self, kind: str) -> None:
+        buffers = self.pair(kind, SPACES["frames first"], DISCRETE, 2)
+        interrupt_resets(*buffers, list(play(SPACES["frames first"], 2, N_STEPS)), **self.more(kind, 2, 4))
 
     @pytest.mark.parametrize("name", ["multi discrete", "multi binary"])
     def test_masks_of_every_action_space(self, name: str) -> None:

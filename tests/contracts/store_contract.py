@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.stores.base import FrozenStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import make_store
 from tests.contracts.store import UNWRITTEN, Walk, check_rows, examples, needs, write_rows
@@ -395,6 +396,13 @@ class StoreContract:
         for copied in copies:
             np.testing.assert_array_equal(copied.read(np.arange(24)), rows)
             copied.check()
+
+    def test_copies_share_nothing_that_changes_in_place(self, case: Case, compiled: bool) -> None:
+        store, _ = self.filled(case, compiled)
+        own = vars(store)
+        for name, part in vars(FrozenStore.of(store).thaw()).items():
+            shared = part is own.get(name) and isinstance(part, list | dict | set | np.ndarray)
+            assert not shared, f"{name} is shared with the copy"
 
     def test_reports_agree(self, case: Case, compiled: bool) -> None:
         store, _ = self.filled(case, compiled)

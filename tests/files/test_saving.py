@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
 
 from sb3_extra_buffers.compressed import (
@@ -26,6 +27,7 @@ from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
     FileWriteError,
+    FolderInUseError,
     LayoutError,
     NotSaveableError,
     ReadOnlyBufferError,
@@ -259,6 +261,96 @@ def test_checkpoints_share_files_and_stay_independent(tmp_path: Path) -> None:
     assert_same(copies[2], CompressedReplayBuffer.load(folders[2]))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="files are not locked on Windows")
+def test_checkpoints_that_share_a_file_may_be_saved_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    for _ in range(20):
+        feed.add_to(buffer)
+    for name in ("first", "second"):
+        save(buffer, tmp_path / name, base=tmp_path / "first")
+    first, second = (CompressedReplayBuffer.load(tmp_path / name) for name in ("first", "second"))
+    feed.add_to(first)
+    for _ in range(9):
+        feed.add_to(second)
+
+    meanwhile(monkeypatch, lambda: second.save(tmp_path / "second"))
+    first.save(tmp_path / "first")
+
+    assert_same(first, CompressedReplayBuffer.load(tmp_path / "first"))
+    assert_same(second, CompressedReplayBuffer.load(tmp_path / "second"))
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, do: Any) -> None:
+    """Call ``do`` in the next save, before that writes its data."""
+    write_all = disk.write_all
+
+    def call(descriptor: int, parts: Any) -> None:
+        monkeypatch.setattr(disk, "write_all", write_all)
+        do()
+        write_all(descriptor, parts)
+
+    monkeypatch.setattr(disk, "write_all", call)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot lock folders")
+def test_only_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, feed = BUFFERS["replay"](), BUFFERS["replay-gzip"](), Feed()
+    for buffer in (first, second):
+        feed.add_to(buffer)
+    errors: list[BaseException | None] = []
+
+    def interfere() -> None:
+        with pytest.raises(FolderInUseError, match=r"is saving to .*saved; save again when it has finished") as refused:
+            second.save(tmp_path / "saved")
+        errors.append(refused.value)
+
+    meanwhile(monkeypatch, interfere)
+    first.save(tmp_path / "saved")
+    assert len(errors) == 1
+    assert_same(first, CompressedReplayBuffer.load(tmp_path / "saved"))
+    second.save(tmp_path / "saved")
+    assert_same(second, CompressedReplayBuffer.load(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, feed = BUFFERS["replay"](), BUFFERS["replay"](), Feed()
+    for buffer in (first, second):
+        feed.add_to(buffer)
+    first.save(tmp_path / "saved")
+    read = manifest.read
+
+    def replaced(folder: Path) -> dict[str, Any]:
+        monkeypatch.setattr(manifest, "read", read)
+        record = read(folder)
+        second.save(folder)
+        return record
+
+    monkeypatch.setattr(manifest, "read", replaced)
+    loaded = (open_saved if in_place else load)(tmp_path / "saved")
+
+    np.testing.assert_array_equal(loaded.observations[:1], second.observations[:1])
+
+
+@pytest.mark.parametrize("problem", ["cut", "missing"])
+def test_a_save_does_not_append_to_a_data_file_that_lost_its_contents(
+    problem: str, saved: tuple[Any, Any, Path]
+) -> None:
+    buffer, _, folder = saved
+    path = next(folder.glob("data-*.bin"))
+    if problem == "cut":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+
+    assert not save(buffer, folder).incremental
+    assert_same(buffer, load(folder))
+
+
 def test_data_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sb3_extra_buffers.files.saving._SPARE", 1 << 14)
     buffer, feed = BUFFERS["replay"](), Feed()
@@ -300,6 +392,24 @@ def test_a_copy_does_not_append_to_the_save_of_its_original(tmp_path: Path) -> N
     assert_same(twin, CompressedReplayBuffer.load(tmp_path / "saved"))
     buffer.save(tmp_path / "saved")
     assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
+
+
+def test_saving_a_copy_leaves_the_original_to_save_what_is_new(tmp_path: Path) -> None:
+    space = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+    buffer = CompressedReplayBuffer(40, space, spaces.Discrete(5), "cpu", compression_method="delta")
+    rng = np.random.default_rng(0)
+    for turn in range(20):
+        # as another level of a game: the next segments need a new keyframe
+        level = rng.integers(0, 256, (36, 36), np.uint8)
+        for step in range(12):
+            stacks = np.stack([level] * 5)
+            stacks[:, step, turn] = np.arange(5)
+            buffer.add(stacks[None, :4], stacks[None, 1:], np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+        copy.deepcopy(buffer).save(tmp_path / "copy")
+        buffer.save(tmp_path / "saved")
+
+        loaded = CompressedReplayBuffer.load(tmp_path / "saved")
+        np.testing.assert_array_equal(np.asarray(loaded.observations), np.asarray(buffer.observations))
 
 
 def test_priorities_round_trip(tmp_path: Path) -> None:
@@ -500,6 +610,25 @@ def test_a_folder_without_write_permission_is_named(tmp_path: Path) -> None:
 def test_a_read_only_file_system_is_named() -> None:
     with pytest.raises(FileWriteError, match=r"saving to /proc/saved failed"):
         BUFFERS["replay"]().save("/proc/saved")
+
+
+def test_an_interrupted_close_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, close = disk.OpenFile(), os.close
+    file.descriptor = disk.create(tmp_path / "first")
+
+    def interrupted(descriptor: int) -> None:
+        close(descriptor)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+    # the system uses the same number again
+    other = disk.create(tmp_path / "second")
+    file.close()
+    assert os.fstat(other)
+    os.close(other)
 
 
 def test_foreign_files_and_folders_are_not_overwritten(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.preprocessing import get_obs_shape
 
 from sb3_extra_buffers._sb3.algorithm import check_space, own_space
 from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
@@ -28,6 +29,9 @@ from sb3_extra_buffers.stores.reentry import writes
 from sb3_extra_buffers.stores.transactions import HELD, WRITING
 
 T = TypeVar("T")
+
+# ``_unfinished`` while a rollout is removed; sb3-contrib's `reset` removes more, and calls SB3's
+_RESETTING, _RESETTING_CONTRIB = "resetting", "resetting with the columns of sb3-contrib"
 
 # columns that sb3-contrib's buffers add to SB3's
 _CONTRIB_COLUMNS = ("action_masks", "hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
@@ -88,21 +92,37 @@ class RolloutMixin(CompressedBuffer, _Base):
         """Remove the rollout; the chosen compression methods stay."""
         self._check_writable()
         with self._lock:
+            if self._unfinished is _RESETTING_CONTRIB:
+                self._clear()
+                return
             self._ensure_recovered()
-            shape: Any = self.obs_shape
-            # SB3 lays out everything else; observations without elements cost nothing
-            self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
-            try:
-                super().reset()
-            finally:
-                self.obs_shape = shape
-            if "_views" in vars(self):
-                self._views.clear()
-            else:
-                lead_shape = (self.buffer_size, self.n_envs)
-                self._views = ObsViews.make(self.observation_space, shape, lead_shape, self._options)
-            # get() replaces the attribute, or the values of the dict, by flattened views
-            self.observations = self._views.as_sb3()
+            # from here on, the reset is completed after any exception
+            self._unfinished = _RESETTING
+            self._recover()
+
+    def _recover(self) -> None:
+        if self._unfinished is _RESETTING:
+            self._clear()
+            self._unfinished = None
+        else:
+            super()._recover()
+
+    def _clear(self) -> None:
+        """Remove the rollout; may be interrupted and run again."""
+        shape: Any = get_obs_shape(self.observation_space)
+        # SB3 lays out everything else; observations without elements cost nothing
+        self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
+        try:
+            super().reset()
+        finally:
+            self.obs_shape = shape
+        if "_views" in vars(self):
+            self._views.clear()
+        else:
+            lead_shape = (self.buffer_size, self.n_envs)
+            self._views = ObsViews.make(self.observation_space, shape, lead_shape, self._options)
+        # get() replaces the attribute, or the values of the dict, by flattened views
+        self.observations = self._views.as_sb3()
 
     @writes
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
@@ -239,10 +259,23 @@ class ContribRollout(OptionsFirst):
                     raise SpecMismatchError(f"{' and '.join(columns)} do not fit: {problem}") from problem
                 raise
 
+    @writes
+    def reset(self: Any) -> None:
+        """Remove the rollout; the chosen compression methods stay."""
+        self._check_writable()
+        with self._lock:
+            self._ensure_recovered()
+            self._unfinished = _RESETTING_CONTRIB
+            self._recover()
+
     def _is_unfinished(self: Any) -> bool:
         return self._replaced is not None or super()._is_unfinished()  # type: ignore[misc]  # a buffer follows
 
     def _recover(self: Any) -> None:
+        if self._unfinished is _RESETTING_CONTRIB:
+            super().reset()  # type: ignore[misc]  # a buffer follows
+            self.__dict__.update(_replaced=None, _unfinished=None)
+            return
         super()._recover()  # type: ignore[misc]  # a buffer follows
         if self._replaced is not None:
             position, rows = self._replaced

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.checksums import crc32_function
+from sb3_extra_buffers.files.locking import lock_if_possible
 from sb3_extra_buffers.kernels.fingerprints import PAGE, fingerprints_of
 from sb3_extra_buffers.stores.arena import SLACK, zeros
 from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, require, whole
@@ -65,16 +66,31 @@ class ArrayRecord(NamedTuple):
 
 
 class Appender(disk.OpenFile):
-    """Appends to a data file in few large writes; never changes what the file holds. `undo` restores its length."""
+    """Appends to a data file in few large writes; never changes what the file holds. `undo` restores its length.
+
+    Folders that share the file may belong to several processes: `BlockingIOError` while another one appends to it.
+    """
 
     def __init__(self, path: Path, new: bool) -> None:
         self.path, self._new = path, new
         self.descriptor = disk.create(path) if new else disk.open_to_append(path)
+        if not new:
+            lock_if_possible(self.descriptor)
         self._initial_size = self.end = os.fstat(self.descriptor).st_size
         self._pending: list[Any] = []
         self._n_pending_bytes = 0
         if new:
             self.put(MAGIC)
+
+    @classmethod
+    def reopen(cls, path: Path, size: int) -> Appender | None:
+        """Append to an existing file; None if it is missing, shorter than ``size`` or in use."""
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            out = cls(path, new=False)
+            if out.end >= size:
+                return out
+            out.close()
+        return None
 
     @property
     def n_bytes(self) -> int:

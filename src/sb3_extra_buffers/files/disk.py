@@ -74,9 +74,10 @@ class OpenFile:
     descriptor = -1
 
     def close(self) -> None:
-        if self.descriptor >= 0:
-            close(self.descriptor)
-            self.descriptor = -1
+        # forgotten first: interrupted after closing it, a second call would close whatever has the number by then
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()

@@ -29,14 +29,17 @@ def load(path: str | os.PathLike[str], target: type[Any] | None = None) -> Any:
         >>> load("frames").shape
         (1000, 84, 84)
     """
-    folder = Path(path)
+    return _read(Path(path), target)
+
+
+def _read(folder: Path, target: type[Any] | None, read_only: bool = False) -> Any:
     for _ in range(_ATTEMPTS):
-        saved = SavedParts.of_folder(folder)
+        record = manifest.read(folder)
         try:
-            return saved.load(target)
+            return SavedParts.of_folder(folder, record).load(target, read_only)
         except DamagedFileError:
-            # not damage if another process has made a checkpoint in the meantime, and deleted these files: try again
-            if manifest.read(folder).get("save_id") == saved.record.get("save_id"):
+            # not damage if another process has saved there in the meantime, and deleted these files: try again
+            if manifest.read(folder).get("save_id") == record.get("save_id"):
                 raise
     raise FileFormatError(f"{folder} was changed by another process during each of {_ATTEMPTS} attempts to read it")
 
@@ -81,4 +84,4 @@ def open_saved(path: str | os.PathLike[str], target: type[Any] | None = None, mo
         raise ArgumentError(f"mode must be 'r' or 'r+', got {mode!r}")
     if mode == "r+":
         return resume(Path(path), target)
-    return SavedParts.of_folder(Path(path)).load(target, read_only=True)
+    return _read(Path(path), target, read_only=True)

@@ -1,4 +1,4 @@
-"""A lock on a folder, so that only one process writes to it; released when the process ends."""
+"""Locks on folders and files, so that only one process writes to them; released when the process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sb3_extra_buffers.files import disk
 
 NAME = "lock"
 
-_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[FolderLock | SaveLock] = weakref.WeakSet()
 
 
 class FolderLock(disk.OpenFile):
@@ -40,6 +40,47 @@ class FolderLock(disk.OpenFile):
 def lock_if_used(folder: Path) -> contextlib.AbstractContextManager[object]:
     """Hold the lock of a folder that has one, from a buffer that was kept there; an error if one still is."""
     return contextlib.closing(FolderLock(folder)) if (folder / NAME).is_file() else contextlib.nullcontext()
+
+
+class SaveLock(disk.OpenFile):
+    """The exclusive right to save to a folder, inside ``with``; no file is created for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        # Windows cannot open folders
+        if os.name == "nt" or not self.folder.is_dir():
+            return
+        try:
+            self.descriptor = os.open(self.folder, os.O_RDONLY)
+            _locks.add(self)
+            lock_if_possible(self.descriptor)
+        except BlockingIOError:
+            self.close()
+            raise FolderInUseError(
+                11, f"another process or thread is saving to {self.folder}; save again when it has finished, or to a "
+                "folder of its own",
+            ) from None  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lock_if_possible(descriptor: int) -> None:
+    """Lock an open file or folder until it is closed, where the file system can; `BlockingIOError` if it is locked."""
+    if os.name == "nt":
+        return
+    try:
+        _lock(descriptor)
+    except BlockingIOError:
+        raise
+    except OSError:
+        # NFS, for example, has no locks on folders
+        return
 
 
 def _lock(descriptor: int) -> None:

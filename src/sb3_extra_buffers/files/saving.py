@@ -17,7 +17,7 @@ from sb3_extra_buffers.errors import ExtraBuffersError, FileWriteError, Unsuppor
 from sb3_extra_buffers.files import disk, manifest, registry
 from sb3_extra_buffers.files.blocks import Appender, NamedArray, put_arrays
 from sb3_extra_buffers.files.last_save import LastSave, get_last_save, set_last_save
-from sb3_extra_buffers.files.locking import lock_if_used
+from sb3_extra_buffers.files.locking import SaveLock, lock_if_used
 from sb3_extra_buffers.files.parts import Parts, check_parts, record_to_json
 from sb3_extra_buffers.files.payloads import SavedPayloads, checksum_heap, put_payloads
 from sb3_extra_buffers.stores.arena import SLACK
@@ -152,22 +152,19 @@ class Save:
 
     def run(self, base: Path | None = None) -> SaveReport:
         """Save to the folder."""
+        if not self.folder.exists():
+            disk.make_folder(self.folder)
         # a buffer that is kept in the folder holds its lock already
-        with contextlib.nullcontext() if self.journal else lock_if_used(self.folder):
+        folder_lock = contextlib.nullcontext() if self.journal else lock_if_used(self.folder)
+        with folder_lock, SaveLock(self.folder):
             current = _current_manifest(self.folder)
             last = self._reusable(current.get("save_id"), base)
             numbers = [record.get("number") for record in (current, {} if last is None else last.record)]
             self.number = 1 + max(number if type(number) is int else 0 for number in numbers)
-            if not self.folder.exists():
-                disk.make_folder(self.folder)
             is_shared = last is not None and last.folder != self.folder
-            if last is not None and is_shared:
-                try:
-                    disk.link(last.folder / last.data_name, self.folder / last.data_name)
-                except OSError:
-                    last = None
-            path = manifest.next_file(self.folder, "data") if last is None else self.folder / last.data_name
-            out = Appender(path, new=last is None)
+            out = None if last is None else self._append_to(last)
+            if out is None:
+                last, out = None, Appender(manifest.next_file(self.folder, "data"), new=True)
             try:
                 record, this = self.write(out, last)
                 out.flush(self.sync)
@@ -189,6 +186,16 @@ class Save:
                 disk.sync_folder(self.folder)
             self._delete_unused(record)
         return SaveReport(self.folder, out.n_bytes, last is not None)
+
+    def _append_to(self, last: LastSave) -> Appender | None:
+        """The data file of the last save, to append to; None if that is impossible, and a new one must be written."""
+        path = self.folder / last.data_name
+        if last.folder != self.folder:
+            try:
+                disk.link(last.folder / last.data_name, path)
+            except OSError:
+                return None
+        return Appender.reopen(path, last.record["data"]["size"])
 
     def is_committed(self) -> bool:
         """Whether the folder holds this save. After an interrupt, only the disk can tell."""

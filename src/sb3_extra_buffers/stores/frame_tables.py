@@ -368,9 +368,10 @@ class FrameTables(Store):
         state = self.__dict__.copy()
         for name in ("_kernels", "bound", "_known_columns", "_table_bytes", "dirty", "dirty_pages", "validator"):
             state.pop(name, None)
+        # what changes in place: a copy that shared it would change this store
+        state |= {name: copy(value) for name, value in state.items() if isinstance(value, (list, np.ndarray))}
         columns = self.state._replace(heap=np.zeros(0, np.uint8))._asdict()
         state["state"] = {name: copy(column) for name, column in columns.items()}
-        state["frame_ids"] = self.frame_ids.copy()
         state["heap"] = self.heap.__getstate__()
         return state
 

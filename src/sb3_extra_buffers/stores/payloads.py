@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,10 @@ class PayloadStore(PortableFrameStore):
         self.state.counts[segments] = 1
         self._put_payloads(segments, frames)
 
-    # ---- saving ----
+    # ---- saving and copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_average": deepcopy(self._average)}
 
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         record, arrays = super().to_parts()
