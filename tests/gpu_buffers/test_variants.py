@@ -87,22 +87,6 @@ def test_n_step_batches_equal_sb3(place: str, method: str, name: str, n_steps: i
     same_samples(again, theirs, 7)
 
 
-@pytest.mark.parametrize("place", DEVICES, indirect=True)
-@pytest.mark.parametrize("n_steps", [1, 3, 11])
-def test_n_step_returns_of_negative_zeros_equal_sb3(place: str, n_steps: int) -> None:
-    """Penalties such as ``-cost`` are -0.0 where the cost is 0."""
-    arguments: Any = (20 * N_ENVS, SPACES["vector"], ACTIONS)
-    theirs = NStepReplayBuffer(*arguments, "cpu", n_envs=N_ENVS, n_steps=n_steps)
-    ours = GpuNStepReplayBuffer(*arguments, n_steps=n_steps, **on(place))
-    for obs, next_obs, action, _, done, infos in transitions(SPACES["vector"], 15):
-        for buffer in (ours, theirs):
-            buffer.add(obs, next_obs, action, np.full(N_ENVS, -0.0), done, infos)
-    same_samples(ours, theirs, 0)
-    # they compare equal to 0.0
-    for buffer in (ours, theirs):
-        assert not th.signbit(buffer.sample(64).rewards).any()
-
-
 def test_n_step_rewards_are_normalised_one_by_one() -> None:
     from stable_baselines3.common.envs import IdentityEnvBox
     from stable_baselines3.common.vec_env import DummyVecEnv

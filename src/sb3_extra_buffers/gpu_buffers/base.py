@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -193,6 +192,8 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     ) -> None:
         if heap_bytes is not None:
             heap_bytes = check_count(heap_bytes, "heap_bytes")
+        if not isinstance(options.dtypes, Mapping | None):
+            raise SpecMismatchError(f"dtypes must be a dict from find_gpu_buffer_dtypes, got {options.dtypes!r}")
         self.storage_options, self.heap_bytes = options, heap_bytes
         place = _find_place(self.device if buffer_device is None else buffer_device)
         self.buffer_device = "pinned" if place.pinned else str(place.device)
@@ -496,22 +497,15 @@ def _find_place(device: th.device | str) -> DevicePlace:
         return DevicePlace(th.device("cuda"), pinned=True)
     if str(device) == "auto":
         device = "cuda" if th.cuda.is_available() else "cpu"
-    try:
-        found = th.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"buffer_device={device!r} is not a torch device: {error}") from None
-    if found.type == "cuda" and not th.cuda.is_available():
-        # as SB3 does for `device`, so that a model that was trained on a GPU can be loaded to play
-        message = f"buffer_device={str(device)!r}: there is no GPU, so observations are kept in main memory"
-        warnings.warn(message, stacklevel=4)
-        found = th.device("cpu")
-    return DevicePlace(found)
+    return DevicePlace(th.device(device))
 
 
 def heap_limit(max_slot_bytes: int | None, heap_bytes: int | None, n_obs: int) -> int | None:
     """Return ``heap_bytes``, or the limit that the deprecated ``max_slot_bytes`` sets."""
     if max_slot_bytes is None:
         return heap_bytes
+    import warnings
+
     warnings.warn(
         "max_slot_bytes is deprecated; pass heap_bytes, the limit of all observations",
         DeprecationWarning,

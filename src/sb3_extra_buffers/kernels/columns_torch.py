@@ -87,5 +87,4 @@ def _sum_as_numpy(parts: torch.Tensor) -> torch.Tensor:
     for column in columns:
         total = column if total is None else total + column
     assert total is not None
-    # NumPy adds the columns to zero, so its sum of columns of -0.0 is 0.0
-    return total[:, None] + 0.0
+    return total[:, None]
