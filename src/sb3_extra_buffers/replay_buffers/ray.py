@@ -11,6 +11,7 @@ from typing import Any
 
 from sb3_extra_buffers.errors import ArgumentError, MissingExtraError, ServiceLostError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
     import ray
@@ -155,7 +156,7 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         def request() -> Callable[[], Any]:
             lease = keyframes.lease()
             reference = actor.sample.remote(batch_size, return_info, lease.known, **kwargs)
-            return lambda: _decode(fetch(reference), lease)
+            return Answer([reference], lambda: _decode(fetch(reference), lease))
 
         return self._batches.next((batch_size, return_info, *kwargs.items()), request)
 
@@ -260,6 +261,25 @@ def fetch(reference: Any) -> Any:
             f"the process that holds the buffer has ended or cannot be reached ({reason}). If the buffer had a folder, "
             "create a CompressedRayReplayBuffer with the same folder to load what was saved; otherwise it is lost"
         ) from error
+
+
+class Answer:
+    """What a `Prefetcher` waits for: ``finish()``, which fetches the results of ``references``."""
+
+    def __init__(self, references: list[Any], finish: Callable[[], Any]) -> None:
+        self._references, self._finish = references, finish
+
+    def __call__(self) -> Any:
+        try:
+            return self._finish()
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Receive the results when they arrive, and drop them: Ray reports errors that nobody receives as unhandled."""
+        for reference in self._references:
+            reference.future()
 
 
 def _decode(batch: Any, lease: Lease) -> Any:
@@ -388,9 +408,9 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         state: dict[str, float] = fetch(self._rb.rate.remote())
         return state
 
-    def memory_usage(self) -> dict[str, Any]:
-        """Return the memory in use, by purpose."""
-        usage: dict[str, Any] = fetch(self._rb.memory_usage.remote())
+    def memory_usage(self) -> MemoryUsage:
+        """Return the memory in use, compared with that of uncompressed tensors."""
+        usage: MemoryUsage = fetch(self._rb.memory_usage.remote())
         return usage
 
     def process_id(self) -> int:
