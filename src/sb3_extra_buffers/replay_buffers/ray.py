@@ -231,7 +231,7 @@ def _store(limiter: Any, n_items: int, call: Any, count_stored: Callable[[Any], 
         answer = fetch(call(admitted))
     except Exception:
         if was_admitted(admitted):
-            limiter.finish_items.remote(n_items, 0, admitted)
+            ignore_errors(limiter.finish_items.remote(n_items, 0, admitted))
         raise
     limiter.finish_items.remote(n_items, n_items if count_stored is None else count_stored(answer))
     return answer
@@ -245,6 +245,11 @@ def was_admitted(admitted: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+def ignore_errors(reference: Any) -> None:
+    """Receive a result when it arrives: Ray reports errors that nobody receives as unhandled."""
+    reference.future()
 
 
 def fetch(reference: Any) -> Any:
@@ -277,9 +282,9 @@ class Answer:
             raise
 
     def discard(self) -> None:
-        """Receive the results when they arrive, and drop them: Ray reports errors that nobody receives as unhandled."""
+        """Drop the results when they arrive."""
         for reference in self._references:
-            reference.future()
+            ignore_errors(reference)
 
 
 def _decode(batch: Any, lease: Lease) -> Any:

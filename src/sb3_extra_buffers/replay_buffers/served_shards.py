@@ -26,6 +26,7 @@ from sb3_extra_buffers.replay_buffers.ray import (
     CompressedRayClient,
     CompressedRayReplayBuffer,
     fetch,
+    ignore_errors,
     was_admitted,
 )
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -192,7 +193,7 @@ class ShardedRayClient:
 
     def _withdraw(self, batch_size: int, admitted: Any) -> None:
         if was_admitted(admitted):
-            self._coordinator.withdraw_samples.remote(batch_size, admitted)
+            ignore_errors(self._coordinator.withdraw_samples.remote(batch_size, admitted))
 
     def _fetch(self, number: int, reference: Any) -> Any:
         try:
