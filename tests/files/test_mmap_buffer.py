@@ -211,6 +211,20 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
         CompressedReplayBuffer(52, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap")
 
 
+@pytest.mark.parametrize("n_steps", [3, 30])
+def test_a_folder_that_has_lost_its_manifest_is_not_started_over(n_steps: int, tmp_path: Path) -> None:
+    options: Any = {"device": "cpu", "n_envs": N_ENVS, "storage": "mmap", "path": tmp_path / "live"}
+    buffer, feed = CompressedReplayBuffer(52, BOX, ACTIONS, **options), Feed()
+    for _ in range(n_steps):
+        feed.add_to(buffer)
+    release(buffer)
+    (tmp_path / "live" / "manifest.json").unlink()
+    with pytest.raises(DamagedFileError, match=r"manifest.json is missing.*repair"):
+        CompressedReplayBuffer(52, BOX, ACTIONS, **options)
+    assert repair(tmp_path / "live", tmp_path / "repaired").n_lost == 0
+    assert_same(buffer, load(tmp_path / "repaired"))
+
+
 def test_a_failed_write_raises_and_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, plain, feed = BUFFERS["replay"](), BUFFERS["replay"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
