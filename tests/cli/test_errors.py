@@ -21,7 +21,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
 from sb3_extra_buffers.cli.main import main
-from sb3_extra_buffers.compressed import CompressedReplayBuffer
+from sb3_extra_buffers.compressed import CompressedDictReplayBuffer, CompressedReplayBuffer
 from sb3_extra_buffers.errors import MissingExtraError
 from sb3_extra_buffers.files import load, save_file
 from tests.files.filing import ACTIONS, BOX, BUFFERS, Feed
@@ -286,6 +286,18 @@ def test_what_cannot_be_written_is_named(
 
     assert "result" in (message := error_of(capsys)) or "x" * 300 in message
     assert not os.path.lexists(output)
+
+
+@pytest.mark.parametrize(("suffix", "keys"), [(".h5", ["a", "a/b"]), (".zarr", [".."])])
+def test_keys_that_a_format_cannot_hold_are_named(
+    suffix: str, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip({".h5": "h5py", ".zarr": "zarr"}[suffix])
+    space = spaces.Dict({key: spaces.Box(0, 1, (3,)) for key in keys})
+    CompressedDictReplayBuffer(20, space, ACTIONS, "cpu").save(tmp_path / "saved")
+    assert run("convert", tmp_path / "saved", tmp_path / f"x{suffix}") == 1
+    assert f"cannot be written under the name 'observations/{keys[-1]}'" in error_of(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 @contextlib.contextmanager

@@ -122,6 +122,23 @@ def test_a_step_that_is_recorded_but_interrupted_is_neither_in_the_folder_nor_in
     assert buffer.pos == load(place).pos == 4
 
 
+class DoubledRewards(CompressedReplayBuffer):
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        super().add(obs, next_obs, action, 2 * reward, done, infos)
+
+
+def test_an_overridden_add_changes_each_step_once(tmp_path: Path) -> None:
+    place: Any = tmp_path / "live"
+    buffer = DoubledRewards(20, BOX, ACTIONS, device="cpu", storage="mmap", path=place)
+    obs = np.zeros((1, *BOX.shape), BOX.dtype)
+    for step in range(3):
+        buffer.add(obs, obs, np.zeros((1, 1)), np.full(1, step), np.zeros(1), [{}])
+    release(buffer)
+
+    again = DoubledRewards.open(place, mode="r+")
+    assert again.rewards[:3].ravel().tolist() == buffer.rewards[:3].ravel().tolist() == [0, 2, 4]
+
+
 def test_her_accepts_storage_mmap(tmp_path: Path) -> None:
     env: Any = GoalEnv()
     buffer = CompressedHerReplayBuffer(
@@ -192,6 +209,20 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
         CompressedReplayBuffer(52, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap", path=tmp_path)
     with pytest.raises(ValueError, match="'mmap' with the path of a folder"):
         CompressedReplayBuffer(52, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap")
+
+
+@pytest.mark.parametrize("n_steps", [3, 30])
+def test_a_folder_that_has_lost_its_manifest_is_not_started_over(n_steps: int, tmp_path: Path) -> None:
+    options: Any = {"device": "cpu", "n_envs": N_ENVS, "storage": "mmap", "path": tmp_path / "live"}
+    buffer, feed = CompressedReplayBuffer(52, BOX, ACTIONS, **options), Feed()
+    for _ in range(n_steps):
+        feed.add_to(buffer)
+    release(buffer)
+    (tmp_path / "live" / "manifest.json").unlink()
+    with pytest.raises(DamagedFileError, match=r"manifest.json is missing.*repair"):
+        CompressedReplayBuffer(52, BOX, ACTIONS, **options)
+    assert repair(tmp_path / "live", tmp_path / "repaired").n_lost == 0
+    assert_same(buffer, load(tmp_path / "repaired"))
 
 
 def test_a_failed_write_raises_and_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

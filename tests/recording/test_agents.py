@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from sb3_extra_buffers.errors import EmptyBufferError, ExportError
+from sb3_extra_buffers.errors import EmptyBufferError, ExportError, FileWriteError
 from sb3_extra_buffers.recording import (
     DummyRecordBuffer,
     FramelessRecordBuffer,
@@ -249,6 +250,9 @@ def test_mp4_has_all_frames(tmp_path: Path) -> None:
         ({"channels": 4}, ExportError, "one or three of 4, got 4"),
         ({"channels": (0, 1)}, ExportError, "one or three of 4"),
         ({"fps": 0}, ExportError, "fps"),
+        ({"fps": 1e-9}, ExportError, "fps"),
+        ({"fps": True}, ExportError, "fps"),
+        ({"scale": 1 << 62}, ExportError, "too large"),
     ],
 )
 def test_export_rejects_invalid_arguments(
@@ -258,6 +262,58 @@ def test_export_rejects_invalid_arguments(
     with pytest.raises(error, match=message):
         make_painted_buffer().export(path, **options)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".png", ".mp4"])
+def test_a_failed_export_leaves_the_file_that_was_there(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip({".gif": "PIL", ".mp4": "cv2"}.get(suffix, "numpy"))
+    buffer, path, n_enlarged = make_painted_buffer(), tmp_path / f"run{suffix}", 0
+    buffer.export(path)
+    before = path.read_bytes()
+
+    def interrupt(images: Any, scale: int) -> Any:
+        nonlocal n_enlarged
+        n_enlarged += 1
+        if n_enlarged == 4:
+            raise KeyboardInterrupt
+        return images
+
+    monkeypatch.setattr("sb3_extra_buffers.recording.export.enlarge", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.export(path)
+    assert [(path, path.read_bytes()) for path in tmp_path.iterdir()] == [(path, before)]
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".png", ".mp4"])
+def test_export_to_a_path_that_cannot_be_written_raises_a_named_error(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip({".gif": "PIL", ".mp4": "cv2"}.get(suffix, "numpy"))
+    (tmp_path / f"folder{suffix}").mkdir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / f"folder{suffix}", tmp_path / "file" / f"x{suffix}", tmp_path / f"{'x' * 300}{suffix}"):
+        with pytest.raises(FileWriteError):
+            make_painted_buffer().export(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", f"folder{suffix}"]
+
+
+def test_an_mp4_is_not_written_to_a_path_that_crashes_opencv(tmp_path: Path) -> None:
+    pytest.importorskip("cv2")
+    folder = tmp_path / "\udc80"
+    folder.mkdir()
+    with pytest.raises(ExportError, match="not valid Unicode"):
+        make_painted_buffer().export(folder / "x.mp4")
+
+
+def test_values_that_are_not_finite_are_exported(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    buffer = RecordBuffer((20, 30), 1, size=4, dtype=np.float32)
+    for value in (np.nan, -np.inf, np.inf, 0.5, 1):
+        buffer.add(np.full((20, 30), value, np.float32), 0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (sheet,) = read_images(buffer.export(tmp_path / "x.png", stretch=True) or Path())
+    assert sheet[[0, 0, 20, 20], [0, 30, 0, 30], 0].tolist() == [0, 255, 0, 255]
 
 
 def test_export_without_frames_raises(tmp_path: Path) -> None:

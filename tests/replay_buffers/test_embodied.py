@@ -548,6 +548,34 @@ def test_a_replay_can_be_opened_read_only(tmp_path: Path) -> None:
     assert files.verify(tmp_path / "replay") is not None
 
 
+def test_a_save_without_its_manifest_is_loaded_if_it_was_complete(tmp_path: Path) -> None:
+    """As after kill -9 at any moment of the first save, or if somebody deleted the manifest."""
+    replay, model = filled(100, directory=tmp_path / "replay")
+    replay.save()
+    for step in range(100, 110):
+        replay.add(make_step(0, step), 0)
+        model.add(make_step(0, step), 0)
+    replay.save()
+    (tmp_path / "replay" / "manifest.json").unlink()
+
+    restarted = CompressedEmbodiedReplay(replay.length, directory=tmp_path / "replay")
+    restarted.load()
+    assert_holds(restarted, model)
+    restarted.save()
+    again = CompressedEmbodiedReplay(replay.length, directory=tmp_path / "replay")
+    again.load()
+    assert_holds(again, model)
+
+    # killed in the middle of the first save: nothing was ever saved
+    (tmp_path / "replay" / "manifest.json").unlink()
+    (data,) = (tmp_path / "replay").glob("data-*.bin")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    restarted = CompressedEmbodiedReplay(replay.length, directory=tmp_path / "replay")
+    restarted.load()
+    assert len(restarted) == 0
+    restarted.save()
+
+
 def test_an_empty_replay_can_be_saved(tmp_path: Path) -> None:
     CompressedEmbodiedReplay(5, 40, directory=tmp_path / "replay").save()
     replay = CompressedEmbodiedReplay(5, 40, directory=tmp_path / "replay")

@@ -456,7 +456,7 @@ def test_killed_collectors_and_a_killed_buffer_lose_nothing(cluster: None, tmp_p
     with pytest.raises(Exception, match="first item"):
         buffer.extend(trajectory(3).exclude("action"))
     assert len(buffer) == len(stored)
-    assert buffer.memory_usage()["total"] < 0.1 * len(stored) * 2 * expected[0].nbytes
+    assert buffer.memory_usage().total < 0.1 * len(stored) * 2 * expected[0].nbytes
     buffer.close()
 
 

@@ -52,6 +52,40 @@ def test_answers_arrive_in_order_with_a_fixed_number_of_requests_in_flight(depth
         assert answers.requested == number + 1 + depth
 
 
+def test_answers_that_are_dropped_before_they_are_fetched_are_discarded() -> None:
+    discarded, may_fail = [], threading.Event()
+
+    class Answer:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __call__(self) -> None:
+            may_fail.wait(30)
+            raise ValueError(self.number)
+
+        def discard(self) -> None:
+            discarded.append(self.number)
+            raise ValueError("this does not end the thread")
+
+    batches, numbers = Prefetcher(3), iter(range(100))
+
+    def request() -> Any:
+        return Answer(next(numbers))
+
+    def learn() -> None:
+        with pytest.raises(ValueError, match="0"):
+            batches.next("key", request)
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    wait_until(lambda: len(batches._futures) == 3)
+    batches.drop()
+    may_fail.set()
+    learner.join()
+    wait_until(lambda: discarded == [1, 2, 3])
+    assert batches.next("another", Answers().request) == 0
+
+
 def test_another_key_drops_what_is_in_flight() -> None:
     answers, batches = Answers(), Prefetcher(2)
     assert batches.next(32, answers.request) == 0

@@ -23,6 +23,7 @@ from sb3_extra_buffers._torchrl.wire import KeyframeCache, PacketEncoder, decode
 from sb3_extra_buffers.errors import (
     ArgumentError,
     CorruptPayloadError,
+    DamagedFileError,
     EmptyBufferError,
     ExtraBuffersError,
     IndexOutOfRangeError,
@@ -414,6 +415,17 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
         split_batch(slices, 32, rng)
 
 
+@pytest.mark.parametrize("method", ["auto", "delta", "zstd-1", "none"])
+def test_batches_can_be_drawn_with_every_method(method: str) -> None:
+    """The index that is sent with a batch replaces the one that TorchRL stores with each item."""
+    buffer = CompressedReplayService(storage=partial(CompressedStorage, 100, compression_method=method), batch_size=8)
+    data = trajectory(20)
+    index = buffer.extend(PacketEncoder(method=method).encode(data, writer="a", number=1))
+    assert index.tolist() == list(range(20))
+    batch = decode_packet(buffer.sample())
+    assert_same(batch.exclude("index"), data[batch["index"]])
+
+
 # ---- packets that are damaged ----
 
 
@@ -487,3 +499,23 @@ def test_keyframes_that_the_learner_has_are_not_sent_again() -> None:
         assert_same(batch.exclude("index"), data[batch["index"]])
         sizes.append(len(packet))
     assert sizes[1] < sizes[0]
+
+
+def test_a_folder_without_the_file_that_names_the_others_is_not_started_over(tmp_path: Path) -> None:
+    service(100, tmp_path)
+    (tmp_path / "current.json").unlink()
+    service(100, tmp_path)  # killed at its first start: nothing is lost
+    buffer = service(100, tmp_path)
+    buffer.extend(encode_packet(trajectory(20)))
+    current = (tmp_path / "current.json").read_bytes()
+    for _ in range(2):
+        (tmp_path / "current.json").unlink()
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(DamagedFileError, match=r"current.json is missing, but (journal|snapshot)-\w+ is there"):
+            service(100, tmp_path)
+        assert sorted(tmp_path.rglob("*")) == before
+        (tmp_path / "current.json").write_bytes(current)
+        buffer = service(100, tmp_path)
+        assert len(buffer) == 20
+        buffer.checkpoint()
+        current = (tmp_path / "current.json").read_bytes()

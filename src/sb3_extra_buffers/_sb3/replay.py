@@ -344,6 +344,9 @@ class ReplayMixin(BudgetMixin, _Base):
                         sharing.abandon()
                     raise
 
+    #: `add` for steps from a journal, which an overridden `add` has already been applied to.
+    replay_step = add
+
     def _find_frame_steps(self) -> None:
         """Have later steps written by one compiled call, if that is possible."""
         _, view, next_view = self._stored[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sb3_extra_buffers._torchrl.schema import Key, Spec
@@ -21,13 +21,19 @@ class KeyLayout(NamedTuple):
     groups: list[list[Key]]
 
 
-def lay_out(specs: Mapping[Key, Spec], n_inner: int, methods: Mapping[Key, str]) -> KeyLayout:
-    """Choose the layout for items of ``specs``, whose first ``n_inner`` axes count as items."""
+def lay_out(
+    specs: Mapping[Key, Spec], n_inner: int, methods: Mapping[Key, str], named: Collection[Key] = ()
+) -> KeyLayout:
+    """Choose the layout for items of ``specs``, whose first ``n_inner`` axes count as items.
+
+    Small leaves, such as the index that TorchRL adds, are only compressed if they are ``named`` with a method.
+    """
     dense: list[Key] = []
     large: list[Key] = []
     for key, (shape, dtype) in specs.items():
         spec, method = tensor_spec(shape[n_inner:], dtype), methods[key]
-        small = method == "none" or (method == "auto" and choose_unseen(spec) is not None) or not spec.nbytes
+        is_chosen = key in named and method != "auto"
+        small = method == "none" or (not is_chosen and choose_unseen(spec) is not None) or not spec.nbytes
         (dense if small else large).append(key)
     return KeyLayout(dense, join_keys(large, {key: (specs[key], methods[key]) for key in large}))
 

@@ -34,6 +34,7 @@ from sb3_extra_buffers.errors import (
     PriorityError,
     SpecMismatchError,
 )
+from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["CompressedReplayService", "Contents", "as_items"]
 
@@ -356,9 +357,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Return the counters of the rate limiter."""
         return {} if self._limiter is None else self._limiter.state()
 
-    def memory_usage(self) -> dict[str, Any]:
-        """Return the memory in use, by purpose."""
-        usage: dict[str, Any] = self._storage.memory_usage().as_dict()
+    def memory_usage(self) -> MemoryUsage:
+        """Return the memory in use, compared with that of uncompressed tensors."""
+        usage: MemoryUsage = self._storage.memory_usage()
         return usage
 
     def process_id(self) -> int:

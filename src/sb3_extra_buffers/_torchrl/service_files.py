@@ -118,6 +118,7 @@ class JournaledBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl 
     def _recover(self, folder: Path) -> None:
         """Load the snapshot and the journal that an earlier actor left in ``folder``."""
         if not (folder / _CURRENT).exists():
+            _check_is_new(folder)
             self._switch(folder, None)
             return
         current = read_json(folder / _CURRENT)
@@ -147,6 +148,17 @@ class JournaledBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl 
                 raise DamagedFileError(f"{folder / journal} holds a record that is not a packet")
             self.replay(arrays[0].tobytes())
         self._journal = Journal.reopen(folder / journal, self._sync)
+
+
+def _check_is_new(folder: Path) -> None:
+    """Raise if ``folder``, which has no file that names the rest, holds items, which `_switch` would delete."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        # an actor that is killed when it starts for the first time leaves an empty journal
+        if _ENTRY.fullmatch(entry.name) and (entry.name.startswith("snapshot-") or entry.stat().st_size):
+            raise DamagedFileError(
+                f"{folder / _CURRENT} is missing, but {entry.name} is there; restore the file from a copy, or choose "
+                "another folder to start over"
+            )
 
 
 def _is_entry(name: Any, prefix: str) -> bool:

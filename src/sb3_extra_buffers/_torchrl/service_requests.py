@@ -25,7 +25,8 @@ _MAX_PER_CALL = 16
 class Prefetcher:
     """Keeps ``depth`` requests in flight, and fetches their results in a thread of its own, in order.
 
-    A request is a function that sends something and returns a function, which waits for the answer and decodes it.
+    A request is a function that sends something and returns a function, which waits for the answer and decodes it. If
+    the answer is dropped, that function's method ``discard`` is called instead, if it has one.
     """
 
     def __init__(self, depth: int) -> None:
@@ -87,6 +88,9 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
             else:
                 future.set_result(answer)
                 del answer
+        elif hasattr(result, "discard"):
+            with contextlib.suppress(Exception):
+                result.discard()
         # a dropped result must not stay in memory until the next one arrives
         del job, future, result
 

@@ -144,7 +144,8 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         lead = (-(-self.capacity // math.prod(inner)), *inner)
         n_items, specs = math.prod(lead), specs_of(item)
         if layout is None:
-            layout = lay_out(specs, n_inner, {key: self.compression(key)[0] for key in specs})
+            named = () if isinstance(self.compression_method, str) else self.compression_method
+            layout = lay_out(specs, n_inner, {key: self.compression(key)[0] for key in specs}, named)
         n_streams = math.prod(inner) if n_inner else (self.n_envs or 1)
         dense, groups = {}, []
         for key in layout.dense:

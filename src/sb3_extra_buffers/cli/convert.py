@@ -178,7 +178,10 @@ def _write_arrays(buffer: Any, create: Callable[..., Any]) -> None:
         step_bytes = max(int(np.prod(array.shape[1:], dtype=np.int64)) * array.dtype.itemsize, 1)
         length = len(array) if array.ndim else 0
         block = max(min(_BLOCK, length, (1 << 20) // step_bytes), 1)
-        dataset = create(name, array, (block, *array.shape[1:]) if array.ndim and all(array.shape) else None)
+        try:
+            dataset = create(name, array, (block, *array.shape[1:]) if array.ndim and all(array.shape) else None)
+        except (TypeError, ValueError) as problem:
+            raise FileFormatError(f"an array cannot be written under the name {name!r}: {problem}") from problem
         for start in with_progress(range(0, length, block), name):
             dataset[start : start + block] = array[start : start + block]
 

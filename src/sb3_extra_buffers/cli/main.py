@@ -293,11 +293,13 @@ def _repair(args: argparse.Namespace) -> int:
 def _montage(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli.images import encode_image, montage
     from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
+    from sb3_extra_buffers.files import disk
 
     output = _checked_output(args.output)
     reader = BufferReader(open_buffer(args.path)[1])
     sheet = montage(reader, args.count, args.columns, args.key, args.scale)
-    output.write_bytes(encode_image(sheet, output.suffix))
+    with disk.replacing(output) as staged:
+        staged.write_bytes(encode_image(sheet, output.suffix))
     print(f"saved: {output} ({min(args.count, reader.n_transitions)} of {reader.n_transitions} observations)")
     return 0
 
@@ -305,12 +307,14 @@ def _montage(args: argparse.Namespace) -> int:
 def _play(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli.images import choose_steps, read_images, write_animation
     from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
+    from sb3_extra_buffers.files import disk
 
     output = _checked_output(args.output)
     reader = BufferReader(open_buffer(args.path)[1])
     steps, env = choose_steps(reader, args.episode)
     shown = steps if args.all else steps[: args.steps]
-    write_animation(output, read_images(reader, args.key, shown, shown * 0 + env), args.fps, args.scale)
+    with disk.replacing(output) as staged:
+        write_animation(staged, read_images(reader, args.key, shown, shown * 0 + env), args.fps, args.scale)
     print(f"saved: {output} ({len(shown)} frames)")
     if len(shown) < len(steps):
         print(f"left out: {len(steps) - len(shown)} of {len(steps)} steps; pass --all to write all of them")
@@ -324,6 +328,7 @@ def _view(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli.html_view import make_page
     from sb3_extra_buffers.cli.info import class_of
     from sb3_extra_buffers.cli.reader import BufferReader, memory_of, open_buffer
+    from sb3_extra_buffers.files import disk
     from sb3_extra_buffers.stores.usage import format_bytes
 
     output = _checked_output(args.output)
@@ -341,7 +346,8 @@ def _view(args: argparse.Namespace) -> int:
         action_names=action_names_of(args.env) if args.env else args.action_names,
     )
     text = page.html.encode()
-    output.write_bytes(text)
+    with disk.replacing(output) as staged:
+        staged.write_bytes(text)
     print(f"saved: {output} ({format_bytes(len(text))})")
     n_left_out = reader.n_transitions - page.n_steps
     if n_left_out:
@@ -358,7 +364,8 @@ def _checked_output(path: str | Path) -> Path:
         raise FileWriteError(errno.EISDIR, f"cannot write {output}: it is a directory")
     if not output.parent.is_dir():
         raise FileWriteError(errno.ENOENT, f"cannot write {output}: {output.parent} is not a directory")
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
+    # the file is written beside its place and then moved there
+    if not os.access(output.parent, os.W_OK) or (output.exists() and not os.access(output, os.W_OK)):
         raise FileWriteError(errno.EACCES, f"cannot write {output}: permission denied")
     return output
 
@@ -424,6 +431,7 @@ def _removed_on_failure(target: Path) -> Iterator[None]:
 
 def _bench(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli import bench
+    from sb3_extra_buffers.files import disk
 
     output = None if args.output is None else _checked_output(args.output)
     methods = None if args.methods is None else bench.parse_methods(args.methods)
@@ -437,7 +445,8 @@ def _bench(args: argparse.Namespace) -> int:
         best = bench.recommend(results)
         print(f"recommended: {best.method}")
     if output is not None:
-        bench.plot(results, output, Path(args.path).name)
+        with disk.replacing(output) as staged:
+            bench.plot(results, staged, Path(args.path).name)
         print(f"saved: {output}")
     return 0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -133,6 +135,25 @@ def named_errors(path: Path, doing: str) -> Iterator[None]:
             raise
         message = f"{doing} failed: {error.strerror or error}; what was saved before is untouched"
         raise FileWriteError(error.errno, message, str(path)) from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file to write, which replaces ``target`` at the end, or is deleted after an exception.
+
+    It has the suffix of ``target``, from which writers of images find the format.
+    """
+    staged = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
+    with named_errors(target, f"writing {target}"):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try:
+            yield staged
+            replace(staged, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unlink(staged)
+            raise
 
 
 # ---- reading ----

@@ -190,6 +190,15 @@ def copies(path: Path) -> Iterator[dict[str, Any]]:
         at = text.rfind(_TAIL_MAGIC, 0, at)
 
 
+def newest_copy(folder: Path) -> dict[str, Any] | None:
+    """The newest intact manifest in the data files of ``folder``; None if no save there was ever complete."""
+    for path in sorted(folder.glob("data-*.bin"), reverse=True):
+        if FILE_NAMES.fullmatch(path.name):
+            for record in copies(path):
+                return record
+    return None
+
+
 def _copy_at(data: npt.NDArray[np.uint8], at: int, path: Path) -> dict[str, Any] | None:
     end = data[max(at, 0) : at + TAIL_BYTES].tobytes()
     if len(end) < TAIL_BYTES:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import ExtraBuffersError, FileWriteError, LayoutError, SharingError
+from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileWriteError, LayoutError, SharingError
 from sb3_extra_buffers.files import disk, locking, manifest, registry
 from sb3_extra_buffers.files.journal import Journal
 from sb3_extra_buffers.files.locking import FolderLock
@@ -67,7 +67,20 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     is_free = manifest.NAME not in names and all(manifest.FILE_NAMES.fullmatch(name) for name in names)
     if folder.exists() and not (folder.is_dir() and is_free):
         raise FileWriteError(17, f"{folder} is not empty; load or open the buffer that is there, or choose a new path")
+    if names and _holds_steps(folder):
+        raise DamagedFileError(
+            f"{folder / manifest.NAME} is missing, but steps were saved in {folder}; repair() may be able to restore "
+            "them. To start over, choose a new path"
+        )
     return folder
+
+
+def _holds_steps(folder: Path) -> bool:
+    """Whether steps were saved in a folder without a manifest; before the first checkpoint there are none."""
+    newest = manifest.newest_copy(folder)
+    return newest is not None and (
+        newest.get("number") != 1 or any(path.lstat().st_size for path in folder.glob("journal-*.bin"))
+    )
 
 
 def _check_can_map(buffer: Any) -> None:

@@ -104,7 +104,8 @@ def replay(buffer: Any, path: Path) -> None:
         with only_named_errors(f"{path}: record {number}"):
             kind = fields.get("kind")
             if kind == "add" and not isinstance(buffer, StoreView):
-                type(buffer).add(buffer, *_unpack_step(buffer, predicted, fields, arrays))
+                # not `add`: a subclass may have changed the step before it was recorded
+                buffer.replay_step(*_unpack_step(buffer, predicted, fields, arrays))
             elif kind in ("write", "erase", "clear") and isinstance(buffer, StoreView):
                 _check_change(buffer.store, kind, arrays)
                 getattr(buffer.store, kind)(*arrays)

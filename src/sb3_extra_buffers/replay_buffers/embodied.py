@@ -418,6 +418,9 @@ class CompressedEmbodiedReplay(WindowStore):
     ) -> None:
         """Load what was saved in ``directory``; does nothing if nothing was saved there.
 
+        A complete save whose manifest is missing is loaded too: the process was killed at the end of its first save, or
+        the manifest was deleted, and the next `save` would delete the rest.
+
         Workers begin new streams: no window contains steps from both before and after the load. A replay that already
         has windows keeps them, and the loaded windows are added as the newest. Steps that were added or loaded before
         are not loaded again, so a folder that another process saves to can be loaded again and again; streams that one
@@ -431,13 +434,20 @@ class CompressedEmbodiedReplay(WindowStore):
         from sb3_extra_buffers import files
         from sb3_extra_buffers.files import manifest
         from sb3_extra_buffers.files.last_save import get_last_save, set_last_save
+        from sb3_extra_buffers.files.saved_parts import SavedParts
 
         self._check_writable()
         folder = _as_folder(directory) or self.directory
         amount = None if amount is None else check_count(amount, "amount", 0)
-        if folder is None or not (folder / manifest.NAME).exists():
+        if folder is None:
             return
-        loaded = files.load(folder, CompressedEmbodiedReplay)
+        if os.path.lexists(folder / manifest.NAME):
+            loaded = files.load(folder, CompressedEmbodiedReplay)
+        else:
+            record = manifest.newest_copy(folder)
+            if record is None:
+                return
+            loaded = SavedParts.of_folder(folder, record).load(CompressedEmbodiedReplay)
         with self._lock:
             self._ensure_recovered()
             if self._table.by_serial:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sb3_extra_buffers.errors import ArgumentError, MissingExtraError, ServiceLostError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
     import ray
@@ -155,7 +156,7 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         def request() -> Callable[[], Any]:
             lease = keyframes.lease()
             reference = actor.sample.remote(batch_size, return_info, lease.known, **kwargs)
-            return lambda: _decode(fetch(reference), lease)
+            return Answer([reference], lambda: _decode(fetch(reference), lease))
 
         return self._batches.next((batch_size, return_info, *kwargs.items()), request)
 
@@ -230,7 +231,7 @@ def _store(limiter: Any, n_items: int, call: Any, count_stored: Callable[[Any], 
         answer = fetch(call(admitted))
     except Exception:
         if was_admitted(admitted):
-            limiter.finish_items.remote(n_items, 0, admitted)
+            ignore_errors(limiter.finish_items.remote(n_items, 0, admitted))
         raise
     limiter.finish_items.remote(n_items, n_items if count_stored is None else count_stored(answer))
     return answer
@@ -244,6 +245,11 @@ def was_admitted(admitted: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+def ignore_errors(reference: Any) -> None:
+    """Receive a result when it arrives: Ray reports errors that nobody receives as unhandled."""
+    reference.future()
 
 
 def fetch(reference: Any) -> Any:
@@ -260,6 +266,25 @@ def fetch(reference: Any) -> Any:
             f"the process that holds the buffer has ended or cannot be reached ({reason}). If the buffer had a folder, "
             "create a CompressedRayReplayBuffer with the same folder to load what was saved; otherwise it is lost"
         ) from error
+
+
+class Answer:
+    """What a `Prefetcher` waits for: ``finish()``, which fetches the results of ``references``."""
+
+    def __init__(self, references: list[Any], finish: Callable[[], Any]) -> None:
+        self._references, self._finish = references, finish
+
+    def __call__(self) -> Any:
+        try:
+            return self._finish()
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Drop the results when they arrive."""
+        for reference in self._references:
+            ignore_errors(reference)
 
 
 def _decode(batch: Any, lease: Lease) -> Any:
@@ -388,9 +413,9 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         state: dict[str, float] = fetch(self._rb.rate.remote())
         return state
 
-    def memory_usage(self) -> dict[str, Any]:
-        """Return the memory in use, by purpose."""
-        usage: dict[str, Any] = fetch(self._rb.memory_usage.remote())
+    def memory_usage(self) -> MemoryUsage:
+        """Return the memory in use, compared with that of uncompressed tensors."""
+        usage: MemoryUsage = fetch(self._rb.memory_usage.remote())
         return usage
 
     def process_id(self) -> int:

@@ -22,11 +22,14 @@ from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, ServiceLostError
 from sb3_extra_buffers.replay_buffers.ray import (
     THREADS,
+    Answer,
     CompressedRayClient,
     CompressedRayReplayBuffer,
     fetch,
+    ignore_errors,
     was_admitted,
 )
+from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["ShardedRayClient", "ShardedRayReplayBuffer"]
 
@@ -168,7 +171,7 @@ class ShardedRayClient:
             parts = [decode_batch(packet, lease) if packet else None for packet, _ in answers]
             return merge_parts(parts, planned, drawn, self.shard_size, np.random.default_rng(seed))
 
-        return result
+        return Answer(references, result)
 
     def _draw(self, batch_size: int, admitted: Any) -> tuple[list[Any], list[Contents], Lease, int]:
         """Ask all shards for their parts of a batch, once ``admitted`` is available."""
@@ -190,7 +193,7 @@ class ShardedRayClient:
 
     def _withdraw(self, batch_size: int, admitted: Any) -> None:
         if was_admitted(admitted):
-            self._coordinator.withdraw_samples.remote(batch_size, admitted)
+            ignore_errors(self._coordinator.withdraw_samples.remote(batch_size, admitted))
 
     def _fetch(self, number: int, reference: Any) -> Any:
         try:
@@ -358,8 +361,8 @@ class ShardedRayReplayBuffer:
         for buffer in self._buffers:
             buffer.checkpoint()
 
-    def memory_usage(self) -> list[dict[str, Any]]:
-        """Return the memory in use by each shard, by purpose."""
+    def memory_usage(self) -> list[MemoryUsage]:
+        """Return the memory in use by each shard."""
         return [buffer.memory_usage() for buffer in self._buffers]
 
     def close(self) -> None:
