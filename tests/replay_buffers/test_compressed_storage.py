@@ -37,6 +37,7 @@ from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import (
     CodecOptionError,
     DamagedFileError,
+    FileFormatError,
     IndexOutOfRangeError,
     SharingError,
     SpecMismatchError,
@@ -44,6 +45,8 @@ from sb3_extra_buffers.errors import (
     UnsupportedVersionError,
 )
 from sb3_extra_buffers.files.manifest import dump
+from sb3_extra_buffers.files.parts import flatten, unflatten
+from sb3_extra_buffers.files.registry import from_parts
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from tests.replay_buffers.trajectories import SIDE, STACK, assert_same, steps, trajectory
@@ -277,6 +280,48 @@ def test_tensorclasses_and_plain_tensors() -> None:
     plain.set(range(30), data["observation"])
     assert torch.equal(plain.get(torch.tensor([4, 2])), data["observation"][[4, 2]])
     assert torch.equal(plain.get(29), data["observation"][29])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("named", [False, True])
+def test_nested_batch_sizes_and_names_of_axes_are_kept(ndim: int, named: bool, tmp_path: Path) -> None:
+    lead = [4, 5][:ndim]
+    agents = TensorDict({"pixels": torch.zeros(*lead, 3, 40, 40, dtype=torch.uint8)}, [*lead, 3])
+    data = TensorDict({"agents": agents, "reward": torch.ones(*lead, 1)}, lead)
+    if named:
+        data.names = ["env", "time"][:ndim]
+        agents.names = [*data.names, "agent"]
+    ours, theirs = (
+        TensorDictReplayBuffer(storage=kind(20, ndim=ndim), batch_size=6)
+        for kind in (CompressedStorage, LazyTensorStorage)
+    )
+    for buffer in (ours, theirs):
+        buffer.extend(data)
+    ours.storage.dumps(tmp_path)
+    loaded = CompressedStorage(20, ndim=ndim)
+    loaded.loads(tmp_path)
+    for storage in (ours.storage, pickle.loads(pickle.dumps(ours.storage)), copy.deepcopy(ours.storage), loaded):
+        copied = TensorDictReplayBuffer(storage=storage, batch_size=6)
+        for found, expected in ((copied.sample(), theirs.sample()), (copied[:], theirs[:])):
+            assert (found.shape, found.names) == (expected.shape, expected.names)
+            assert found["agents"].shape == expected["agents"].shape
+            assert found["agents"].names == expected["agents"].names
+
+
+@pytest.mark.parametrize(
+    "batches", [3, [3], [["agents", [3]]], [["no", [3], [None]]], [["reward", [3], [None]]], [["agents", [4], [None]]],
+                [["agents", [3], [None, None]]], [["agents", [3], [[]]]]],
+)  # fmt: skip
+def test_forged_batch_sizes_are_refused(batches: Any) -> None:
+    agents = TensorDict({"pixels": torch.zeros(4, 3, 40, 40, dtype=torch.uint8)}, [4, 3])
+    storage = CompressedStorage(20)
+    storage.set(range(4), TensorDict({"agents": agents, "reward": torch.ones(4, 1)}, [4]))
+    described, arrays = flatten(storage.to_parts())
+    assert described["description"]["batches"] == [["agents", [3], [None]]]
+    from_parts(unflatten(described, arrays))
+    described["description"]["batches"] = batches
+    with pytest.raises(FileFormatError):
+        from_parts(unflatten(described, arrays))
 
 
 @pytest.mark.parametrize(

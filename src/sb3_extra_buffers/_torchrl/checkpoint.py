@@ -15,10 +15,12 @@ from sb3_extra_buffers._torchrl.groups import HostGroup
 from sb3_extra_buffers._torchrl.layout import KeyLayout
 from sb3_extra_buffers._torchrl.memmaps import read_json, read_memmaps
 from sb3_extra_buffers._torchrl.schema import Key, Spec, key_from_json, key_to_json, parse_tensor_shape, specs_of
+from sb3_extra_buffers._torchrl.table import Batch, shape_batches
 from sb3_extra_buffers._torchrl.tensors import CPU, as_tensor, dtype_name, numpy_dtype, parse_tensor_dtype, to_numpy
 from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
 from sb3_extra_buffers.files import disk, manifest, registry, values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
+from sb3_extra_buffers.stores.checks import require
 
 if TYPE_CHECKING:
     from sb3_extra_buffers._torchrl.portable import PortableStorage
@@ -96,6 +98,9 @@ def storage_parts(storage: PortableStorage) -> Parts:
         "dense": [key_to_json(key) for key in table.dense],
         "groups": [{"keys": [key_to_json(key) for key in group.keys], "bases": group.bases} for group in groups],
     }
+    if table.batches:
+        # only in files that need it
+        description["batches"] = [[key and key_to_json(key), list(size), names] for key, size, names in table.batches]
     columns = {f"leaf-{number}": to_numpy(leaf[:length]) for number, leaf in enumerate(table.dense.values())}
     return Parts(_KIND, description, columns, {f"group-{number}": group.store for number, group in enumerate(groups)})
 
@@ -162,10 +167,27 @@ def _example(parts: LoadedParts) -> Any:
         leaves[key] = torch.empty(shape, dtype=dtype, device="meta")
     structure = parts.entry("structure", kind=str)
     if structure == "tensordict":
-        return TensorDict(leaves, batch_size=parse_tensor_shape(parts.entry("batch_shape")))
+        item = TensorDict(leaves, batch_size=parse_tensor_shape(parts.entry("batch_shape")))
+        return _shaped(item, parts.description.get("batches", []))
     if structure not in ("tensor", "tree") or list(leaves) != list(range(len(leaves))) or not leaves:
         raise FileFormatError(f"cannot build a {structure!r} from the leaves {list(leaves)}")
     return leaves[0] if structure == "tensor" else tuple(leaves.values())
+
+
+def _shaped(item: Any, described: Any) -> Any:
+    """Give an item, and the TensorDicts nested in it, the batch sizes and names of axes that were saved."""
+    try:
+        batches = []
+        for key, size, names in described:
+            batch = Batch(None if key is None else key_from_json(key), parse_tensor_shape(size), list(names))
+            is_valid = all(name is None or isinstance(name, str) for name in names) and len(names) == len(batch.size)
+            require(
+                is_valid and (key is None or is_tensor_collection(item.get(batch.key))), f"{key!r} has no such batch"
+            )
+            batches.append(batch)
+        return shape_batches(item, (), batches)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise FileFormatError(f"the batch sizes {described!r} do not fit the leaves: {error}") from error
 
 
 def _layout(parts: LoadedParts, specs: dict[Key, Spec]) -> KeyLayout:

@@ -21,7 +21,7 @@ from sb3_extra_buffers._torchrl.groups import GroupConfig, HostGroup
 from sb3_extra_buffers._torchrl.indexing import Positions, is_on_gpu, wrap_indices
 from sb3_extra_buffers._torchrl.layout import KeyLayout, check_methods, lay_out, options_for
 from sb3_extra_buffers._torchrl.schema import Key, check_items, first_item, key_names, specs_of, stack_items
-from sb3_extra_buffers._torchrl.table import ItemTable, example_item
+from sb3_extra_buffers._torchrl.table import ItemTable, example_item, shape_batches
 from sb3_extra_buffers._torchrl.tensors import CPU, tensor_spec
 from sb3_extra_buffers._torchrl.transactions import PendingWrite, track_cursor
 from sb3_extra_buffers._torchrl.wire import ItemParts, gather_items
@@ -378,10 +378,12 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         """Return ``tensors``, read at ``positions``, as items."""
         shape = [*positions.shape, *self._storage.shape[self.ndim :]]
         if is_tensorclass(self._storage):
-            return self._storage[:1].named_apply(
+            items = self._storage[:1].named_apply(
                 lambda key, value: tensors[key], nested_keys=True, batch_size=shape, device=self.device
             )
-        return TensorDict({key: tensors[key] for key in self.table.specs}, batch_size=shape, device=self.device)
+        else:
+            items = TensorDict({key: tensors[key] for key in self.table.specs}, batch_size=shape, device=self.device)
+        return shape_batches(items, positions.shape, self.table.batches, self.ndim - 1)
 
     # ---- information ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,17 @@ from sb3_extra_buffers._torchrl.stored_tensor import SelectedTensor, StoredTenso
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["ItemTable", "example_item"]
+__all__ = ["Batch", "ItemTable", "example_item", "shape_batches"]
 
 _BASELINE = "TorchRL's LazyTensorStorage"
+
+
+class Batch(NamedTuple):
+    """A TensorDict in an item: the item itself, whose key is None, or one that is nested in it."""
+
+    key: Key | None
+    size: tuple[int, ...]
+    names: list[str | None]
 
 
 class ItemTable:
@@ -42,6 +50,8 @@ class ItemTable:
         self.groups: list[Any] = list(groups)  # of `Group`
         self.n_items = math.prod(lead)
         self.width = math.prod(lead[1:])
+        #: Of the items that `like` was called with.
+        self.batches: list[Batch] = []
 
     def with_groups(self, groups: Sequence[Group]) -> ItemTable:
         """Return a table with the same dense leaves and other groups."""
@@ -64,10 +74,12 @@ class ItemTable:
         """Return a TensorDict or tree over all items, structured like ``item``."""
         tensors = self.tensors()
         if is_tensor_collection(item):
+            self.batches = _batches(item)
             batch_size = [self.lead[0], *item.shape]
-            return item.named_apply(
+            items = item.named_apply(
                 lambda key, value: tensors[key], nested_keys=True, batch_size=batch_size, device=device
             )
+            return shape_batches(items, self.lead[:1], self.batches)
         leaves = iter(tensors.values())
         return tree_map(lambda _: next(leaves), item)
 
@@ -197,5 +209,28 @@ def example_item(structure: Any) -> Any:
         return torch.empty(value.shape[1:], dtype=value.dtype, device="meta")
 
     if is_tensor_collection(structure):
-        return structure.apply(empty, batch_size=structure.shape[1:], device=None)
+        item = structure.apply(empty, batch_size=structure.shape[1:], device=None)
+        return shape_batches(item, (), _batches(structure), 1)
     return tree_map(empty, structure)
+
+
+def _batches(item: Any) -> list[Batch]:
+    """Return what `shape_batches` needs to make TensorDicts like ``item``; usually nothing."""
+    batches = [Batch(None, tuple(item.batch_size), item.names)]
+    for key, value in item.items(include_nested=True):
+        if is_tensor_collection(value):
+            batches.append(Batch(key, tuple(value.batch_size), value.names))
+    return [batch for batch in batches if any(batch.names) or batch.size != tuple(item.batch_size)]
+
+
+def shape_batches(items: Any, lead: Sequence[int], batches: list[Batch], n_inner: int = 0) -> Any:
+    """Give ``items`` and the TensorDicts nested in them their batch sizes and names of axes, behind ``lead``.
+
+    ``lead`` replaces the first ``n_inner`` axes of ``batches``.
+    """
+    for key, size, names in batches:
+        part = items if key is None else items.get(key)
+        part.batch_size = [*lead, *size[n_inner:]]
+        if any(names[n_inner:]):
+            part.names = [*[None] * len(lead), *names[n_inner:]]
+    return items
