@@ -115,7 +115,7 @@ def served(game: str, n_steps: int, quick: bool) -> dict[str, Any]:
     buffer.close()
     ray.shutdown()
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    return medians | {"bytes_per_item": usage["total"] / usage["transitions"]}
+    return medians | {"bytes_per_item": usage.total / usage.transitions}
 
 
 def check(learner: Any, filled: Any) -> None:

@@ -70,7 +70,7 @@ def main() -> None:
     print(f"killed the buffer; it restarted with {len(buffer)} transitions, {n_before} were acknowledged before")
     print(f"{ray.get(running[1])} transitions of the other collector were acknowledged; {len(buffer)} are stored")
     usage = buffer.memory_usage()
-    print(f"they take {usage['total'] / 1e6:.2f} MB: {usage['ratio']:.2%} of those in {usage['baseline']}")
+    print(f"they take {usage.total / 1e6:.2f} MB: {usage.ratio:.2%} of those in {usage.baseline}")
     buffer.close()
     ray.shutdown()
 
