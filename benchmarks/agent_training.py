@@ -30,6 +30,8 @@ COLUMNS = ("iteration", "seconds", *SAME)
 METHOD = "delta"
 # environments of the example scripts
 EXAMPLE_ENVS = 8
+# steps of each environment between two starts of its games; a long game of Pong has 3,000
+SEGMENT = 6250
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     timesteps: int = 10_000_000
-    segment: int = 100_000
+    segment: int = SEGMENT * EXAMPLE_ENVS
     row_steps: int = 1000
-    n_envs: int = 8
+    n_envs: int = EXAMPLE_ENVS
     evaluation_games: int = 50
     evaluation_steps: int = 500_000
     overrides: dict[str, Any] = field(default_factory=dict)

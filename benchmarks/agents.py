@@ -23,11 +23,9 @@ import torch
 
 from benchmarks import agent_tables
 from benchmarks.agent_runs import Run
-from benchmarks.agent_training import AGENTS, Settings
+from benchmarks.agent_training import AGENTS, EXAMPLE_ENVS, SEGMENT, Settings
 from benchmarks.results import whole
 
-# steps of each environment between two starts of its games; a long game of Pong has 3,000
-SEGMENT = 6250
 any_count = partial(whole, least=0)
 
 
@@ -44,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--segment", type=whole, help=f"steps after which a part can end (default: {SEGMENT:,} for each environment)"
     )
     training.add_argument("--row-steps", type=whole, default=1000, help="minimum steps between rows of the log")
-    training.add_argument("--n-envs", type=whole, default=8)
+    training.add_argument("--n-envs", type=whole, default=EXAMPLE_ENVS)
     training.add_argument(
         "--evaluation-games", type=any_count, default=50, help="games of each evaluation, to keep the best agent"
     )
